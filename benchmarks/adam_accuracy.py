@@ -33,7 +33,6 @@ from adam_mode_list import (
     CORE,
     DECAY,
     LR,
-    MICRO_BATCHES,
     OURS,
     PEERS,
     Mode,
@@ -121,24 +120,6 @@ def _product(params: list[Tensor], grads: list[Tensor]) -> Tensor:
     return torch.stack([(p * g).sum().float() for p, g in zip(params, grads, strict=True)]).sum()
 
 
-def squares_of_micro_gradients(gradients: Gradients, steps: int, mean: bool) -> list[Tensor]:
-    """AdamA, arXiv 2305.19982: exp_avg_sq from the squares of micro-gradients, not of their sum.
-    Of gradients of the mean where ``mean``, which makes it the mean of squares."""
-    values = [t.double() for t in start()]
-    params = [v.clone() for v in values]
-    moments = [(torch.zeros_like(v), torch.zeros_like(v)) for v in values]
-    for number in range(1, steps + 1):
-        grads = gradients.of_step(number - 1)
-        for p, (m, v), *parts in zip(params, moments, *grads, strict=True):
-            each = torch.stack(parts).double()
-            m.mul_(0.9).add_(0.1 * (each.mean(0) if mean else each.sum(0)))
-            squares = each.square()
-            v.mul_(0.999).add_(0.001 * (squares.mean(0) if mean else squares.sum(0)))
-            denominator = (v / (1 - 0.999**number)).sqrt() + 1e-8
-            p.mul_(1 - LR * DECAY).sub_(LR / (1 - 0.9**number) * m / denominator)
-    return [p - v for p, v in zip(params, values, strict=True)]
-
-
 def distance(moved: list[Tensor], way: list[Tensor]) -> float:
     apart = sum((m - w).square().sum().item() for m, w in zip(moved, way, strict=True))
     return math.sqrt(apart / sum(w.square().sum().item() for w in way))
@@ -165,10 +146,6 @@ def distances(steps: int, device: str, progress: bool) -> list[Row]:
         gradients = Gradients(snr, uneven=True)
         return distance(way(gradients), way(gradients, "all"))
 
-    def of_squares(snr: float, mean: bool) -> float:
-        gradients = Gradients(snr, MICRO_BATCHES)
-        return distance(squares_of_micro_gradients(gradients, steps, mean), way(gradients))
-
     def add(name: str, page: str, measure: Callable[[float], float]) -> None:
         cases.append((name, page, measure))
 
@@ -181,8 +158,6 @@ def distances(steps: int, device: str, progress: bool) -> list[Row]:
                 lambda snr, mode=mode, spread=spread: of_mode(mode, snr, spread),
             )
     add("torch's clip_grad_norm_, in backward", "clipping", of_clipping_nothing)
-    add("squares of micro-gradients (AdamA)", "folding", lambda snr: of_squares(snr, mean=False))
-    add("mean of squares", "folding", lambda snr: of_squares(snr, mean=True))
     for mode in PEERS:
         if mode.name not in reasons(device):
             add(mode.name, mode.page, lambda snr, mode=mode: of_mode(mode, snr))
@@ -209,7 +184,7 @@ def curve(mode: Mode | None, seed: int, steps: int, clip: str, device: str) -> l
     optimizer = theirs if mode is None else step.optimizer
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     losses: list[Tensor] = []
-    parts = of.backwards if of.way in ("accumulate", "fold") else 1
+    parts = of.backwards if of.way == "accumulate" else 1
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         value = nn.functional.cross_entropy(model(x.to(of.dtype)).float(), y) / parts

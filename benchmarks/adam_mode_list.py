@@ -34,7 +34,7 @@ class Mode:
     moved: float | None
     dtype: torch.dtype = FP32
     options: dict[str, Any] = field(default_factory=dict)
-    way: str = ""  # of the loop: one of "accumulate", "fold", "norm_pass"
+    way: str = ""  # of the loop: "accumulate" or "norm_pass"
     clip: str = ""  # "each" or "all": the norm that is limited to options' or norm_pass's
     scaled: bool = False
     kinds: tuple[str, ...] = ("in backward", "after")
@@ -46,7 +46,7 @@ class Mode:
     @property
     def backwards(self) -> int:
         """How many a step has."""
-        return {"accumulate": MICRO_BATCHES, "fold": MICRO_BATCHES, "norm_pass": 2}.get(self.way, 1)
+        return {"accumulate": MICRO_BATCHES, "norm_pass": 2}.get(self.way, 1)
 
     @property
     def peer(self) -> bool:
@@ -111,8 +111,8 @@ STOCHASTIC, SPLIT, SPLIT8 = ({"bf16": kind} for kind in ("stochastic", "split", 
 BF16_STATES, BLOCKS, BLOCKS4 = ({"state_dtype": of} for of in (BF16, "8bit", "4bit"))
 CORE = Mode("fp32", "", 12, 28)
 ACCUMULATE = "fp32, accumulate()"
-# A norm needs another look at the gradient; folding moves 20, 12 and 12 bytes, and 28 at the end,
-# where accumulating moves 0, 12, 12 and 12, and 28.
+# A norm needs another look at the gradient; accumulating moves 0, 12, 12 and 12 bytes, and 28 at
+# the end.
 OURS = [
     CORE,
     Mode("fp32, max_grad_norm", "clipping", 12, 32, options={"max_grad_norm": 1.0}, clip="each"),
@@ -123,9 +123,7 @@ OURS = [
     Mode("fp32, norm_pass()", "clipping", 12, 32, way="norm_pass", clip="all",
          kinds=("in backward",)),
     Mode("fp32, grad_scaler", "loss_scaling", 12, 32, scaled=True),
-    Mode(ACCUMULATE, "folding", 12, 64, way="accumulate", against=ACCUMULATE),
-    Mode("fp32, accumulate(fold=True)", "folding", 12, 72, way="fold", kinds=("in backward",),
-         against=ACCUMULATE),
+    Mode(ACCUMULATE, "", 12, 64, way="accumulate", against=ACCUMULATE),
     low("bf16", "bfloat16", BF16, 10),
     low("bf16 stochastic", "bfloat16", BF16, 10, **STOCHASTIC),
     low("bf16 split", "bfloat16", BF16, 12, **SPLIT),
@@ -214,7 +212,7 @@ class Stepper:
             self._backward(losses[-1])
         else:
             if way:
-                with self.optimizer.accumulate(**({"fold": True} if way == "fold" else {})):
+                with self.optimizer.accumulate():
                     for loss in losses[:-1]:
                         self._backward(loss)
             self._backward(losses[-1])

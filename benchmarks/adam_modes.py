@@ -3,7 +3,7 @@
 - ``distance`` and ``loss``: see adam_accuracy.py.
 - ``one`` and ``vit``: milliseconds of a step in backward and after it, over a backward with an
   empty hook, of a tensor of 20 M elements and of the 296 parameters of a ViT-L/16 made as small.
-  Divided by those of the float32 core; of folding, by those of accumulating.
+  Divided by those of the float32 core, of accumulating by its own.
   SGD's and Lion's by those of their own float32 steps.
 - ``bytes``: of a model of a few large layers, for each of its parameters: after a step (the
   parameter and its states), and at the peak of a step, which has gradients, too.

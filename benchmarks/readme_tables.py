@@ -124,7 +124,7 @@ TABLES: dict[str, Pair] = {
     "adam_modes:loss": (modes_loss_table, modes_loss_caption),
     **{
         f"adam_modes:{page}": modes_page(page)
-        for page in ("clipping", "loss_scaling", "bfloat16", "states", "folding")
+        for page in ("clipping", "loss_scaling", "bfloat16", "states")
     },
 }
 

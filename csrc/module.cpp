@@ -110,8 +110,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("remaining", &Collector::remaining)
       .def("drop_used", &Collector::drop_used)
       .def("next_step", &Collector::next_step)
-      .def("forget_folded", &Collector::forget_folded)
-      .def("folded", &Collector::folded)
       .def("drop_stale_low_part", &Collector::drop_stale_low_part)
       .def("count_used", &Collector::count_used)
       .def("runs_backward", &Collector::runs_backward)

@@ -26,7 +26,7 @@ TESTS = {
     "checkpoint_function_state checkpoint_function_errors",
     "batch_norm": "batch_norm batch_norm_numerics batch_norm_once batch_norm_errors",
     "adam": "adam adam_in_backward adam_hooks adam_modes adam_rounding adam_states adam_clipping "
-    "adam_folding adam_loss_scaling adam_op states_on_folder",
+    "adam_loss_scaling adam_op states_on_folder",
     "loss_head": "loss loss_autograd",
     "remat": "remat remat_backward remat_blocks remat_repeated budget script offload",
     "memory": "memory memory_account",

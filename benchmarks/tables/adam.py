@@ -89,6 +89,13 @@ def training_caption(record: Record) -> str:
 
 
 KINDS = ("in backward", "after")
+REMOVED = ("fp32, accumulate(fold=True)",)  # modes of earlier records
+
+
+def _rows_with(record: Record, result: str) -> list[Record]:
+    """Of the modes that there are, those that have this result."""
+    rows = (row for row in record["rows"] if row["method"] not in REMOVED)
+    return [row for row in rows if result in row]
 
 
 def modes_distance_table(record: Record, page: str) -> str:
@@ -127,8 +134,7 @@ def modes_loss_table(record: Record) -> str:
 
     rows = [
         (r["method"], f"{r['loss']:.4f}", f"{r['loss_spread']:.4f}", change(r["loss_change"]))
-        for r in record["rows"]
-        if "loss" in r
+        for r in _rows_with(record, "loss")
     ]
     header = ("AdamW", "loss", "between seeds", "over torch's with the same seeds")
     return markdown(header, rows)
@@ -149,8 +155,7 @@ def modes_bytes_table(record: Record) -> str:
 
     rows = [
         (r["method"], *map(figure, (r["stored"], r["measured"], *map(r["peak"].get, KINDS))))
-        for r in record["rows"]
-        if "measured" in r
+        for r in _rows_with(record, "measured")
     ]
     header = ("bytes for each parameter", "arithmetic", "measured", "peak, stepped in backward",
               "peak, stepped after")  # fmt: skip
@@ -174,8 +179,7 @@ def modes_time_table(record: Record) -> str:
 
     rows = [
         (row["method"], *(cell(row, job, kind) for job in jobs for kind in KINDS))
-        for row in record["rows"]
-        if "one" in row
+        for row in _rows_with(record, "one")
     ]
     header = [f"{name}, {kind}" for name in jobs.values() for kind in KINDS]
     return markdown(("time of a step", *header), rows)
@@ -186,7 +190,7 @@ def modes_time_caption(record: Record) -> str:
     missing = ", ".join(f"{name} ({reason})" for name, reason in record["left_out"].items())
     return (
         f"{s['elements'] / 1e6:.0f} M elements, in 1 tensor and in the 296 of a ViT, over a "
-        f"backward with an empty hook; {TIMES} fp32's, of folding accumulate()'s. Medians of "
+        f"backward with an empty hook; {TIMES} fp32's, of accumulate() its own. Medians of "
         f"{s['rounds']} rounds. "
         + (f"Left out: {missing}. " if missing else "")
         + f"{machine_line(record)}."

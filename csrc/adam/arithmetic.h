@@ -26,10 +26,8 @@ MEMSAVE_EXT_INLINE double update_bound(const Options& o, Powers powers) {
 }
 
 MEMSAVE_EXT_INLINE Coefficients<double> adam_coefficients(const Options& o, double lr,
-                                                          Powers powers, StepPhase phase,
-                                                          double factor) {
+                                                          Powers powers, double factor) {
   Coefficients<double> c = {};
-  c.phase = phase;
   c.grad_factor = o.maximize ? -factor : factor;
   c.decays_grad = o.weight_decay != 0 && !o.decoupled_weight_decay;
   c.grad_decay = o.weight_decay;
@@ -42,8 +40,6 @@ MEMSAVE_EXT_INLINE Coefficients<double> adam_coefficients(const Options& o, doub
   c.per_bias_correction2_sqrt = 1 / c.bias_correction2_sqrt;
   c.eps = o.eps;
   c.minus_step_size = -(lr / (1 - powers.beta1));
-  c.beta1 = o.beta1;
-  c.per_exp_avg_weight = 1 / (1 - o.beta1);
   c.update_bound = update_bound(o, powers);
   return c;
 }
@@ -55,34 +51,12 @@ MEMSAVE_EXT_INLINE void average_grad(const Coefficients<T>& c, T grad, T& exp_av
   exp_avg = Math::fused(c.exp_avg_weight, grad - exp_avg, base);
 }
 
-// Folds a micro-gradient into the moments. update() closes the step, with the last micro-gradient
-// or with none.
-template <typename Math, typename T, typename Random>
-MEMSAVE_EXT_INLINE void fold(const Coefficients<T>& c, T grad, Values<T>& x, Random random) {
-  grad = Math::product(grad, c.grad_factor);
-  if (c.phase == StepPhase::kFirstFold) {
-    const Packed<T> before = {x.exp_avg, x.exp_avg_sq};
-    average_grad<Math>(c, grad, x.exp_avg);
-    x.exp_avg_sq = Math::pack(before, random);
-  } else {
-    x.exp_avg = Math::fused(c.exp_avg_weight, grad, x.exp_avg);
-  }
-}
-
 template <typename Math, typename T>
 MEMSAVE_EXT_INLINE void adam_moments(const Coefficients<T>& c, T grad, Values<T>& x) {
   grad = Math::product(grad, c.grad_factor);
   if (c.decays_grad) grad = Math::fused(x.param, c.grad_decay, grad);
-  T exp_avg_sq = x.exp_avg_sq;
-  if (c.phase == StepPhase::kClose) {
-    const Packed<T> before = Math::unpack(x.exp_avg_sq);
-    x.exp_avg = Math::fused(c.exp_avg_weight, grad, x.exp_avg);
-    grad = Math::fused(-c.beta1, before.exp_avg, x.exp_avg) * c.per_exp_avg_weight;  // the sum
-    exp_avg_sq = before.exp_avg_sq;
-  } else {
-    average_grad<Math>(c, grad, x.exp_avg);
-  }
-  x.exp_avg_sq = Math::fused(c.one_minus_beta2 * grad, grad, exp_avg_sq * c.beta2);
+  average_grad<Math>(c, grad, x.exp_avg);
+  x.exp_avg_sq = Math::fused(c.one_minus_beta2 * grad, grad, x.exp_avg_sq * c.beta2);
 }
 
 // root: of exp_avg_sq, or with amsgrad of the largest.
@@ -118,7 +92,6 @@ MEMSAVE_EXT_INLINE void adam_update(const Coefficients<T>& c, T grad, Values<T>&
 MEMSAVE_EXT_INLINE Coefficients<double> sgd_coefficients(const Options& o, double lr, double step,
                                                          double factor) {
   Coefficients<double> c{};
-  c.phase = StepPhase::kWhole;
   c.grad_factor = o.maximize ? -factor : factor;
   c.decays_grad = o.weight_decay != 0;
   c.grad_decay = o.weight_decay;
@@ -148,7 +121,6 @@ MEMSAVE_EXT_INLINE void sgd_update(const Coefficients<T>& c, T grad, Values<T>& 
 MEMSAVE_EXT_INLINE Coefficients<double> lion_coefficients(const Options& o, double lr,
                                                           double factor) {
   Coefficients<double> c{};
-  c.phase = StepPhase::kWhole;
   c.grad_factor = o.maximize ? -factor : factor;
   c.param_decay = 1 - lr * o.weight_decay;
   c.beta1 = o.beta1;
@@ -176,11 +148,10 @@ MEMSAVE_EXT_INLINE void lion_update(const Coefficients<T>& c, T grad, Values<T>&
 // step: 0 where steps are not counted. powers: only Adam's are read.
 template <Rule rule>
 MEMSAVE_EXT_INLINE Coefficients<double> coefficients(const Options& o, double lr, double step,
-                                                     Powers powers, StepPhase phase,
-                                                     double factor) {
+                                                     Powers powers, double factor) {
   if constexpr (is_sgd(rule)) return sgd_coefficients(o, lr, step, factor);
   if constexpr (rule == Rule::kLion) return lion_coefficients(o, lr, factor);
-  if constexpr (is_adam(rule)) return adam_coefficients(o, lr, powers, phase, factor);
+  if constexpr (is_adam(rule)) return adam_coefficients(o, lr, powers, factor);
 }
 
 // Makes a step. `clamps` bounds Adam's, for states that are rounded so coarsely that it could

@@ -218,8 +218,7 @@ std::optional<std::string> Backward::obstacle_to_rows(const Parameter& parameter
   {
     const py::gil_scoped_acquire gil;
     const py::object found = stepper().attr("obstacle_to_rows")(
-        parameter.group->max_grad_norm > 0, collector_->is_used(*parameter.entry),
-        collector_->records().is_folded(parameter.state));
+        parameter.group->max_grad_norm > 0, collector_->is_stepped(*parameter.entry));
     if (!found.is_none()) return found.cast<std::string>();
   }
   const char* obstacle = StepInRows::obstacle(parameter);
@@ -319,7 +318,6 @@ void Backward::flush(Bucket& bucket, bool all) {
 
 void Backward::apply(c10::ArrayRef<Parameter*> parameters) {
   if (parameters.empty()) return;
-  const bool folds = action_ == GradientAction::kFold;
   const auto batch = [&] { return Batch(collector_, snapshot_, parameters, asks_); };
   if (action_ == GradientAction::kMeasure) {
     ask_stepper("measure", batch());
@@ -330,13 +328,8 @@ void Backward::apply(c10::ArrayRef<Parameter*> parameters) {
   } else {
     collector_->step(parameters, scaling(parameters.front()->local.device()));
   }
-  for (Parameter* parameter : parameters) {
-    parameter->grad.reset();
-    if (folds) parameter->entry->folded = collector_->step_number();
-  }
-  const auto count = static_cast<int64_t>(parameters.size());
-  if (folds) stepped_ += count;
-  if (action_ == GradientAction::kStep) count_stepped(count);
+  for (Parameter* parameter : parameters) parameter->grad.reset();
+  if (action_ == GradientAction::kStep) count_stepped(static_cast<int64_t>(parameters.size()));
 }
 
 void Backward::count_stepped(int64_t parameters) {

@@ -48,8 +48,8 @@ class GradLock {
 class Collector;
 
 // What is done with the gradients of one backward; kKeep leaves them in .grad, where they add up.
-enum class GradientAction { kStep, kFold, kMeasure, kKeep };
-inline constexpr const char* kActions[] = {"step", "fold", "measure", "keep"};
+enum class GradientAction { kStep, kMeasure, kKeep };
+inline constexpr const char* kActions[] = {"step", "measure", "keep"};
 
 class Backward {
  public:
@@ -148,7 +148,7 @@ class Backward {
   const Asks asks_;
   std::vector<OnStream> scalings_;
   std::vector<Bucket> buckets_;
-  int64_t stepped_ = 0;  // number of parameters that were stepped or folded into
+  int64_t stepped_ = 0;  // number of parameters that were stepped
   bool finished_ = false, ended_ = false;
 };
 

@@ -22,8 +22,7 @@ using at::Tensor;
 
 bool asks_other_shards(const Parameter& parameter, Asks asks) {
   if (asks == Asks::kNever || !is_dtensor(parameter)) return false;
-  return parameter.phase == StepPhase::kWhole &&
-         (asks == Asks::kAlways || parameter.group->max_grad_norm > 0) &&
+  return (asks == Asks::kAlways || parameter.group->max_grad_norm > 0) &&
          sharding_of(parameter).number != 0;
 }
 
@@ -82,7 +81,6 @@ std::map<int64_t, Tensor> Batch::squares() const {
   const at::NoGradGuard no_grad;
   std::map<int64_t, std::vector<Tensor>> grads;
   for (const Parameter* parameter : parameters_) {
-    if (!parameter->grad.defined()) continue;  // only folded gradients are stepped with
     grads[is_dtensor(*parameter) ? sharding_of(*parameter).number : 0].push_back(parameter->grad);
   }
   const py::gil_scoped_release no_gil;

@@ -63,7 +63,7 @@ class Batch {
   void put_gradients() const;
   // Tells recomputes that the parameters have changed.
   void note_steps() const;
-  // Steps, or folds. Puts new states into the optimizer's.
+  // Steps. Puts new states into the optimizer's.
   void step(const pybind11::object& scaling) const;
 
   c10::ArrayRef<Parameter*> parameters() const { return parameters_; }

@@ -105,7 +105,6 @@ void Collector::ready(Entry& entry, const Tensor& param, bool may_step, const Te
   if (entry.reduced_by_ddp) {
     const GradLock lock(accumulator);
     if (!param.mutable_grad().defined()) return;
-    if (intake == Intake::kFold) throw_error("folds_unreduced");
     entry.has_local_gradient = true;
     return;
   }
@@ -177,11 +176,7 @@ void Collector::prepare(Parameter& parameter, Tensor grad, GradientAction action
     parameter.grad = std::move(grad);
     return;
   }
-  const bool folded = records_.is_folded(parameter.state);
-  const auto phase = action == GradientAction::kFold
-                         ? (folded ? StepPhase::kFold : StepPhase::kFirstFold)
-                         : (folded ? StepPhase::kClose : StepPhase::kWhole);
-  adam::prepare(parameter, std::move(grad), phase);
+  adam::prepare(parameter, std::move(grad));
 }
 
 void Collector::step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
@@ -200,7 +195,7 @@ void Collector::step(c10::ArrayRef<Parameter*> parameters, const Scaling& scalin
 
 py::list Collector::remaining(const std::string& asks) {
   py::list on_devices;
-  if (records_.folded() == 0 && !any_gradient()) return on_devices;
+  if (!any_gradient()) return on_devices;
   const auto snapshot = take_snapshot();
   TORCH_CHECK(snapshot, "memsave_ext: the optimizer has been deleted");
   backwards_.use_snapshot(snapshot);  // errors name parameters by their position in it
@@ -209,8 +204,8 @@ py::list Collector::remaining(const std::string& asks) {
   for (auto& parameter : snapshot->parameters) {
     Tensor grad =
         is_dtensor(parameter) ? local_gradient(wrapped(parameter.tensor)) : parameter.tensor.grad();
-    if (!grad.defined() && !records_.is_folded(parameter.state)) continue;
-    if (const Entry* entry = parameter.entry.get(); entry != nullptr && grad.defined()) {
+    if (!grad.defined()) continue;
+    if (const Entry* entry = parameter.entry.get()) {
       const bool stepped = is_stepped(*entry);
       const bool asked = stepped || entry->has_local_gradient;
       if (asked && !stepper()
@@ -245,12 +240,6 @@ int64_t Collector::next_step() {
   return std::exchange(stepped_, 0);
 }
 
-int64_t Collector::folded() {
-  const py::gil_scoped_release no_gil;
-  const std::lock_guard lock(mutex_);
-  return records_.folded();
-}
-
 void Collector::drop_stale_low_part(const Tensor& param, const Tensor& low_part) {
   const py::gil_scoped_release no_gil;
   const std::lock_guard lock(mutex_);
@@ -263,7 +252,7 @@ int64_t Collector::count_used(const py::list& params) {
   const py::gil_scoped_release no_gil;
   const std::lock_guard lock(mutex_);
   return std::count_if(entries.begin(), entries.end(), [&](const auto& entry) {
-    return entry != nullptr && entry->waits_in == nullptr && is_used(*entry);
+    return entry != nullptr && entry->waits_in == nullptr && is_stepped(*entry);
   });
 }
 

@@ -30,8 +30,8 @@ namespace memsave_ext::adam {
 
 // What hooks do with complete gradients. The first two leave the gradient in .grad, those of
 // DistributedDataParallel too in the first; kDrop frees it.
-enum class Intake { kKeep, kSum, kDrop, kFold, kStep };
-inline constexpr const char* kIntakes[] = {"keep", "sum", "drop", "fold", "step"};
+enum class Intake { kKeep, kSum, kDrop, kStep };
+inline constexpr const char* kIntakes[] = {"keep", "sum", "drop", "step"};
 
 // What the stepper need not be asked about: `Expected` in memsave_ext/adam/state_machine.py.
 struct Expected {
@@ -70,20 +70,17 @@ class Collector : public std::enable_shared_from_this<Collector> {
   void drop_gradients() const;
   void forget_gradients();          // also of those that DDP has not begun to reduce
   pybind11::list dtensors() const;  // parameters that are DTensors
-  // Returns the parameters that have gradients, in .grad or folded, readied for a step: a Batch for
-  // each device. `asks`: as of Backward.
+  // Returns the parameters that have gradients in .grad, readied for a step: a Batch for each
+  // device. `asks`: as of Backward.
   pybind11::list remaining(const std::string& asks);
   // Drops the gradients of those parameters, where hooks are attached.
   void drop_used(const pybind11::list& batches) const;
   // Begins the next step. Returns how many parameters have been stepped in backward in this one.
   int64_t next_step();
-  void forget_folded() { records_.forget_folded(); }
-  // Returns how many parameters have folded gradients that are not stepped yet.
-  int64_t folded();
   // As Records::drop_stale_low_part(), before parameters or states are read.
   void drop_stale_low_part(const at::Tensor& param, const at::Tensor& low_part);
-  // Returns how many of these parameters were stepped, or folded into, in this step. Those do not
-  // count whose gradient still waits in .grad.
+  // Returns how many of these parameters were stepped in this step. Those do not count whose
+  // gradient still waits in .grad.
   int64_t count_used(const pybind11::list& params);
   bool runs_backward();
   // Returns the backward of this thread, which may begin with this call; null outside of one.
@@ -112,16 +109,15 @@ class Collector : public std::enable_shared_from_this<Collector> {
   // Number of the step that is open.
   uint64_t step_number() const { return number_; }
   bool is_stepped(const Entry& entry) const { return entry.step == number_; }
-  bool is_used(const Entry& entry) const { return is_stepped(entry) || entry.folded == number_; }
   // Counts parameters that have been stepped in backward. Returns whether the stepper is to know.
   bool count_stepped(int64_t parameters) {
     stepped_ += parameters;
     return expected_.first;
   }
-  // Readies a parameter for a step with this gradient, a fold or a measurement. Throws, and changes
+  // Readies a parameter for a step with this gradient, or a measurement. Throws, and changes
   // nothing, where the step cannot be made.
   void prepare(Parameter& parameter, at::Tensor grad, GradientAction action) const;
-  // Steps prepared parameters, or folds. The caller does not hold the GIL.
+  // Steps prepared parameters. The caller does not hold the GIL.
   void step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
   // Returns a stream for steps that would hold up other work on `stream`; each device has one.
   c10::Stream stream_beside(const c10::Stream& stream);

@@ -94,13 +94,6 @@ constexpr bool takes(DType param, StateFormat states) {
   return vector::item_size(param) <= row(states).param_bytes;
 }
 
-// Whether gradients can be folded into these states: only where they have the type that the step
-// computes in, which has the bits for it (see Packed).
-constexpr bool folds(DType param, StateFormat states) {
-  return states == StateFormat::kAsParam ? param == DType::kDouble || param == DType::kFloat
-                                         : states == StateFormat::kFloat && takes(param, states);
-}
-
 // Whether the rule's moments can be stored in this format.
 constexpr bool fits(Rule rule, StateFormat states) {
   const int moments = row(rule).moments;
@@ -114,31 +107,26 @@ struct Combination {
   ParamFormat format;
   StateFormat states;
   Rule rule;
-  bool closes;  // gradients that were folded into the moments: StepPhase::kClose
 
   constexpr bool exists() const {
     return takes(param, states) && (format == ParamFormat::kPlain || param == DType::kBFloat16) &&
-           fits(rule, states) && (!closes || (row(rule).folds && folds(param, states)));
+           fits(rule, states);
   }
 
   constexpr int index() const {
     const int formats = static_cast<int>(param) * kParamFormats + static_cast<int>(format);
-    return ((formats * kStateFormats + static_cast<int>(states)) * kRules +
-            static_cast<int>(rule)) *
-               2 +
-           closes;
+    return (formats * kStateFormats + static_cast<int>(states)) * kRules + static_cast<int>(rule);
   }
 
   static constexpr Combination at(int index) {
-    const int states = index / 2 / kRules, formats = states / kStateFormats;
+    const int states = index / kRules, formats = states / kStateFormats;
     return {static_cast<DType>(formats / kParamFormats),
             static_cast<ParamFormat>(formats % kParamFormats),
-            static_cast<StateFormat>(states % kStateFormats), static_cast<Rule>(index / 2 % kRules),
-            index % 2 != 0};
+            static_cast<StateFormat>(states % kStateFormats), static_cast<Rule>(index % kRules)};
   }
 };
 
-constexpr int kCombinations = vector::kDTypes * kParamFormats * kStateFormats * kRules * 2;
+constexpr int kCombinations = vector::kDTypes * kParamFormats * kStateFormats * kRules;
 
 // Stochastic rounding adds 16 random bits below the bits that are kept, and truncates. The random
 // bits of a tensor's element i are the (i % 8)-th 16 bits, counted from the lowest of the first

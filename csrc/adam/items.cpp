@@ -85,15 +85,10 @@ Item item_of(const Parameter& parameter, Operands& operands) {
   const Group& group = *parameter.group;
   const int moments = row(group.options.rule).moments;
   const Tensor like = layout_of(parameter.local);
-  // A fold changes neither the parameter nor its low part, and copying back would bump their
-  // versions.
-  const auto kept_by_fold = [&](const Tensor& tensor) {
-    return is_fold(parameter.phase) ? operands.read(tensor, like) : operands.change(tensor, like);
-  };
   Item item{};
   item.grad = operands.read(parameter.grad, like);
-  item.param = kept_by_fold(parameter.local);
-  item.param_low_part = kept_by_fold(state.param_low_part);
+  item.param = operands.change(parameter.local, like);
+  item.param_low_part = operands.change(state.param_low_part, like);
   if (moments > 0) item.exp_avg = operands.change(state.first(), like);
   if (moments > 1) item.exp_avg_sq = operands.change(state.exp_avg_sq, like);
   if (moments > 2) item.max_exp_avg_sq = operands.change(state.max_exp_avg_sq, like);
@@ -105,7 +100,6 @@ Item item_of(const Parameter& parameter, Operands& operands) {
     item.exp_avg_scale = state.first_scale().mutable_data_ptr<float>();
     if (moments > 1) item.exp_avg_sq_scale = state.exp_avg_sq_scale.mutable_data_ptr<float>();
   }
-  item.phase = parameter.phase;
   item.position = parameter.position;
   item.options = &group.options;
   if (group.lr.defined()) item.device_lr = group.lr.const_data_ptr<float>();
@@ -138,21 +132,18 @@ void advance_steps(std::vector<Item>& items, std::vector<Parameter*>& of_items,
     Item item = items[i];
     if (on_cpu && item.skip != nullptr && *item.skip != 0) continue;
     const Tensor& step = of_items[i]->state.step;
-    const bool advances = !is_fold(item.phase);
     if (!step.defined()) {
       item.step = 0;
     } else if (step.device().is_cpu()) {
       TORCH_CHECK(on_cpu || item.skip == nullptr,
                   "memsave_ext: with a GradScaler the state 'step' of a parameter must be on the "
                   "parameter's device");
-      if (advances) advance_on_cpu(step);
-      item.step = read_on_cpu(step) + !advances;
+      advance_on_cpu(step);
+      item.step = read_on_cpu(step);
     } else {
       item.device_step = step.const_data_ptr<float>();
-      if (advances) {
-        steps.push_back(step.mutable_data_ptr<float>());
-        skips.push_back(item.skip);
-      }
+      steps.push_back(step.mutable_data_ptr<float>());
+      skips.push_back(item.skip);
     }
     of_items[kept] = of_items[i];
     items[kept++] = item;

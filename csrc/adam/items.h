@@ -49,8 +49,8 @@ class Operands {
 // The parameter is prepared. Its item points to memory of the tensors, or of `operands`.
 Item item_of(const Parameter& parameter, Operands& operands);
 
-// Advances the step counts, except of folds, and sets in each item the number of the step it makes.
-// On CPUs, removes the items that are skipped, and their parameters.
+// Advances the step counts, and sets in each item the number of the step it makes. On CPUs, removes
+// the items that are skipped, and their parameters.
 void advance_steps(std::vector<Item>& items, std::vector<Parameter*>& of_items,
                    const Kernels& kernels, bool on_cpu, void* stream);
 

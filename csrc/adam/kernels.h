@@ -14,7 +14,7 @@ namespace memsave_ext::adam {
 struct Item {
   void* param;
   void* param_low_part;  // of the format's type
-  const void* grad;      // of the parameter's type; null for zeros
+  const void* grad;      // of the parameter's type
   void* exp_avg;         // moments are stored as state_format says, and null where the rule has
   void* exp_avg_sq;      // fewer, and this one where exp_avg has both: is_joint()
   void* max_exp_avg_sq;
@@ -24,7 +24,6 @@ struct Item {
   DType param_type;
   ParamFormat param_format;
   StateFormat state_format;
-  StepPhase phase;           // kWhole unless the states are float or double
   uint32_t position;         // of the parameter in the optimizer
   int64_t first_block;       // of its first element in the parameter, in units of kBlock
   double step;               // the number of this step, from 1; 0 where steps are not counted
@@ -34,9 +33,9 @@ struct Item {
   const float* skip;         // the item is skipped where this is not 0; may be null
   const Options* options;
 
-  // The combination whose kernel steps the item, where its phase is not a fold.
+  // The combination whose kernel steps the item.
   Combination combination() const {
-    return {param_type, param_format, state_format, options->rule, phase == StepPhase::kClose};
+    return {param_type, param_format, state_format, options->rule};
   }
 };
 

@@ -1,4 +1,4 @@
-// What the arithmetic of all rules shares, on CPU and CUDA: options, phases, coefficients, values.
+// What the arithmetic of all rules shares, on CPU and CUDA: options, coefficients, values.
 #pragma once
 
 #include <cmath>
@@ -22,15 +22,6 @@ struct Options {
   uint64_t seed;  // of random rounding
 };
 
-// A step is made whole, or in parts (optimizer accumulation): micro-gradients are folded into the
-// moments, and kClose, with the last of them, updates the parameter.
-enum class StepPhase : int { kWhole, kFirstFold, kFold, kClose };
-
-// Whether the phase changes the moments only: the parameter and the step count stay as they are.
-MEMSAVE_EXT_INLINE bool is_fold(StepPhase phase) {
-  return phase == StepPhase::kFirstFold || phase == StepPhase::kFold;
-}
-
 // beta1^step and beta2^step, for bias correction.
 struct Powers {
   double beta1;
@@ -48,7 +39,7 @@ struct Coefficients {
   T grad_factor;
   T grad_decay;      // grad_decay * param is added to the gradient where decays_grad
   T param_decay;     // decoupled weight decay: the parameter is multiplied by it; 1 without
-  T exp_avg_weight;  // of grad - exp_avg in average_grad(); of grad in kFold and kClose
+  T exp_avg_weight;  // of grad - exp_avg in average_grad()
   T beta2;
   T one_minus_beta2;
   T bias_correction2_sqrt;
@@ -56,12 +47,10 @@ struct Coefficients {
   T eps;
   T minus_step_size;
   T beta1;
-  T per_exp_avg_weight;  // 1 / (1 - beta1)
-  T update_bound;        // bound of |exp_avg| / denominator; see update_bound()
+  T update_bound;  // bound of |exp_avg| / denominator; see update_bound()
   bool decays_grad;
   bool adds_to_exp_avg;  // else to the gradient, so that a beta1 of 0 gives just the gradient
   bool nesterov;
-  StepPhase phase;
 };
 
 // Converts coefficients to another type. `convert(double)` returns a To.
@@ -78,16 +67,11 @@ MEMSAVE_EXT_INLINE Coefficients<To> convert(const Coefficients<double>& c, const
                          convert(c.eps),
                          convert(c.minus_step_size),
                          convert(c.beta1),
-                         convert(c.per_exp_avg_weight),
                          convert(c.update_bound),
                          c.decays_grad,
                          c.adds_to_exp_avg,
-                         c.nesterov,
-                         c.phase};
-  const bool adds_micro_gradients = c.phase == StepPhase::kFold || c.phase == StepPhase::kClose;
-  if (!adds_micro_gradients && !c.adds_to_exp_avg) {
-    to.exp_avg_weight = to.exp_avg_weight - convert(1.0);
-  }
+                         c.nesterov};
+  if (!c.adds_to_exp_avg) to.exp_avg_weight = to.exp_avg_weight - convert(1.0);
   return to;
 }
 
@@ -100,32 +84,10 @@ struct Values {
   T max_exp_avg_sq;  // only with amsgrad
 };
 
-// Returns the bits of a double without the lower `cut` ones, rounded to nearest even. T: uint64_t
-// or a vector of them. What is too large becomes infinite; a NaN's lower bits must be zeros.
-template <int cut, typename T>
-MEMSAVE_EXT_INLINE T rounded_bits(T bits) {
-  constexpr uint64_t half = uint64_t{1} << (cut - 1);
-  return (bits + (half - 1) + (bits >> cut & 1)) >> cut;
-}
-
-// Both moments as they were before the step whose gradients are being folded. exp_avg takes up the
-// sum of the gradients, but exp_avg_sq needs the square of that sum, which is known only at the
-// end. Until then the bits of exp_avg_sq hold both earlier moments.
-//
-// float: the upper 16 bits are exp_avg as a bfloat16, rounded to nearest even; the lower 16 are
-// exp_avg_sq without its sign, (bits + the upper 15 of 16 random bits) >> 15. double: the upper 32
-// bits are those of exp_avg, the lower 32 are exp_avg_sq's bits 31 to 62, both rounded to nearest
-// even, so that both keep the range of a double. A NaN stays one.
-template <typename T>
-struct Packed {
-  T exp_avg, exp_avg_sq;
-};
-
 // What Math must have: product(), whose result is rounded, and fused(a, b, c) = a * b + c, whose
 // product is not, whatever the compiler contracts; quotient() and square_root(), which are IEEE's
 // or, where a device says so, near them; maximum(), which returns NaN where either argument is NaN;
-// clamped(value, bound), from -bound to bound, where a NaN of either leaves the value as it is;
-// and pack(Packed, random) and unpack(T), which convert as described at Packed.
+// and clamped(value, bound), from -bound to bound, where a NaN of either leaves the value as it is.
 
 // Returns the factor that clips a gradient of this norm, like torch.nn.utils.clip_grad_norm_.
 MEMSAVE_EXT_INLINE double clip_factor(double norm, double max_norm) {

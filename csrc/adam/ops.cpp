@@ -54,7 +54,7 @@ void run_kernels(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
   kernels.step(items.data(), static_cast<int64_t>(items.size()), stream);
   operands.write_back();
   for (const Parameter* parameter : of_items) {
-    if (is_fold(parameter->phase) || parameter->local.is_inference()) continue;
+    if (parameter->local.is_inference()) continue;
     torch::autograd::impl::bump_version(parameter->local);
     checkpoint::note_step(parameter->local, parameter->position);
   }
@@ -63,12 +63,11 @@ void run_kernels(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
 // The operator's signature, and what it is given.
 using StepOperator = void(at::TensorList params, at::TensorList grads, at::TensorList states,
                           at::IntArrayRef positions, c10::List<std::string> state_names,
-                          std::string_view phase, std::string_view rule, double lr,
-                          const std::optional<Tensor>& tensor_lr, double beta1, double beta2,
-                          double eps, double weight_decay, bool decoupled_weight_decay,
-                          bool nesterov, bool maximize, std::optional<std::string_view> bf16,
-                          std::string_view state_format, int64_t seed,
-                          std::optional<double> max_grad_norm,
+                          std::string_view rule, double lr, const std::optional<Tensor>& tensor_lr,
+                          double beta1, double beta2, double eps, double weight_decay,
+                          bool decoupled_weight_decay, bool nesterov, bool maximize,
+                          std::optional<std::string_view> bf16, std::string_view state_format,
+                          int64_t seed, std::optional<double> max_grad_norm,
                           const std::optional<Tensor>& grad_scale,
                           const std::optional<Tensor>& found_inf,
                           const std::optional<Tensor>& factor, const std::optional<Tensor>& skip);
@@ -77,9 +76,9 @@ using StepOperator = void(at::TensorList params, at::TensorList grads, at::Tenso
 template <bool is_meta>
 void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList states,
                 at::IntArrayRef positions, c10::List<std::string> state_names,
-                std::string_view phase, std::string_view rule, double lr,
-                const std::optional<Tensor>& tensor_lr, double beta1, double beta2, double eps,
-                double weight_decay, bool decoupled_weight_decay, bool nesterov, bool maximize,
+                std::string_view rule, double lr, const std::optional<Tensor>& tensor_lr,
+                double beta1, double beta2, double eps, double weight_decay,
+                bool decoupled_weight_decay, bool nesterov, bool maximize,
                 std::optional<std::string_view> bf16, std::string_view state_format, int64_t seed,
                 std::optional<double> max_grad_norm, const std::optional<Tensor>& grad_scale,
                 const std::optional<Tensor>& found_inf, const std::optional<Tensor>& factor,
@@ -101,15 +100,12 @@ void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList stat
     const auto place = named<int>(kStateNames, name, "adam_step_: no state has the name");
     of_names.push_back(kStateNames[place].tensor);
   }
-  const auto of_phase = named<StepPhase>(kPhases, phase, "adam_step_: there is no phase");
-  TORCH_CHECK_VALUE(of_phase == StepPhase::kWhole || row(of_rule).folds, "adam_step_: the rule ",
-                    row(of_rule).name, " cannot fold gradients");
   const size_t count = params.size();
   const auto check_length = [](const char* name, size_t length, size_t expected) {
     TORCH_CHECK_VALUE(length == expected, "adam_step_: ", name, " must have ", expected,
                       " elements, got ", length);
   };
-  check_length("grads", grads.size(), grads.empty() ? 0 : count);
+  check_length("grads", grads.size(), count);
   check_length("states", states.size(), count * of_names.size());
   check_length("positions", positions.size(), count);
 
@@ -120,16 +116,15 @@ void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList stat
     pointers.push_back(&parameter);
     parameter.local = params[i];
     parameter.group = &group;
-    parameter.phase = of_phase;
     parameter.position = static_cast<uint32_t>(positions[i]);
-    if (!grads.empty()) parameter.grad = grads[i];
+    parameter.grad = grads[i];
     for (size_t j = 0; j < of_names.size(); ++j) {
       parameter.state.*of_names[j] = states[i * of_names.size() + j];
     }
     // Symbolic sizes are of a trace: the kernel that runs later checks.
     if (is_meta && parameter.local.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) continue;
-    if (!can_step(parameter.local, parameter.grad, parameter.state, group, of_phase)) {
-      throw_misfit(parameter.local, parameter.grad, parameter.state, group, of_phase);
+    if (!can_step(parameter.local, parameter.grad, parameter.state, group)) {
+      throw_misfit(parameter.local, parameter.grad, parameter.state, group);
     }
     TORCH_CHECK_VALUE(parameter.local.device() == params[0].device(),
                       "adam_step_: params must lie on one device, got ", params[0].device(),
@@ -156,7 +151,7 @@ void call_operator(c10::ArrayRef<Parameter*> all, const std::vector<size_t>& pla
   for (const size_t place : places) {
     const Parameter& parameter = *all[place];
     params.push_back(parameter.local);
-    if (parameter.grad.defined()) grads.push_back(parameter.grad);
+    grads.push_back(parameter.grad);
     for (const auto& state : kStateNames) {
       const Tensor& tensor = parameter.state.*state.tensor;
       if (tensor.defined()) states.push_back(tensor);
@@ -175,9 +170,9 @@ void call_operator(c10::ArrayRef<Parameter*> all, const std::vector<size_t>& pla
   const Group& group = *first.group;
   const Options& o = group.options;
   const bool plain = group.bf16 == ParamFormat::kPlain;
-  step.call(params, grads, states, positions, names, kPhases[static_cast<int>(first.phase)],
-            row(o.rule).name, o.lr, given(group.lr), o.beta1, o.beta2, o.eps, o.weight_decay,
-            o.decoupled_weight_decay, o.nesterov, o.maximize,
+  step.call(params, grads, states, positions, names, row(o.rule).name, o.lr, given(group.lr),
+            o.beta1, o.beta2, o.eps, o.weight_decay, o.decoupled_weight_decay, o.nesterov,
+            o.maximize,
             plain ? std::nullopt : std::optional<std::string_view>(row(group.bf16).name),
             row(group.state_dtype).name, static_cast<int64_t>(o.seed),
             group.max_grad_norm > 0 ? std::optional(group.max_grad_norm) : std::nullopt,
@@ -185,15 +180,15 @@ void call_operator(c10::ArrayRef<Parameter*> all, const std::vector<size_t>& pla
             of_places(scaling.skip));
 }
 
-// What the parameters of one call agree in: the group, the phase, and which tensors there are.
-using Alike = std::tuple<const Group*, StepPhase, uint32_t>;
+// What the parameters of one call agree in: the group, and which states there are.
+using Alike = std::pair<const Group*, uint32_t>;
 
 Alike alike(const Parameter& parameter) {
-  uint32_t tensors = parameter.grad.defined();
+  uint32_t states = 0;
   for (size_t i = 0; i < std::size(kStateNames); ++i) {
-    if ((parameter.state.*kStateNames[i].tensor).defined()) tensors |= 2u << i;
+    if ((parameter.state.*kStateNames[i].tensor).defined()) states |= 1u << i;
   }
-  return {parameter.group, parameter.phase, tensors};
+  return {parameter.group, states};
 }
 
 void call_operators(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
@@ -288,7 +283,7 @@ Combinations combinations() {
     const Combination c = Combination::at(i);
     if (!c.exists()) continue;
     all.emplace_back(vector::scalar_type_of(c.param), row(c.format).name, row(c.states).name,
-                     row(c.rule).name, c.closes);
+                     row(c.rule).name);
   }
   return all;
 }

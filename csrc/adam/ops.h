@@ -26,9 +26,8 @@ void adam_step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
 // Returns the sum of squares of all gradients, a double scalar on their device.
 at::Tensor adam_sum_of_squares(c10::ArrayRef<at::Tensor> grads);
 
-// What kernels are compiled for: dtype, bf16=, names of states and rule, whether it closes folding.
-using Combinations =
-    std::vector<std::tuple<at::ScalarType, std::string, std::string, std::string, bool>>;
+// What kernels are compiled for: dtype, bf16=, names of states and rule.
+using Combinations = std::vector<std::tuple<at::ScalarType, std::string, std::string, std::string>>;
 Combinations combinations();
 
 void register_operators(torch::Library& library);

@@ -33,20 +33,20 @@ namespace {
 
 // Has Python make a state, once in a parameter's life: one that is not complete can be without a
 // momentum buffer, which SGD may begin to ask for. The caller may hold the collector's mutex.
-void make_state(Parameter& parameter, const at::Tensor& grad, StepPhase phase) {
+void make_state(Parameter& parameter, const at::Tensor& grad) {
   const py::gil_scoped_acquire gil;
   const Group& group = *parameter.group;
   const py::handle options = group.dict->ptr(getPyInterpreter());
   if (registered("is_complete")(dict_of(parameter.state), options).cast<bool>()) {
-    throw_misfit(parameter.local, grad, parameter.state, group, phase);
+    throw_misfit(parameter.local, grad, parameter.state, group);
   }
   py::object dict = registered("make_state")(wrapped(parameter.tensor), options);
   State made;
   read_state(dict.ptr(), made);
   const at::Tensor& low_part = parameter.state.param_low_part;
   if (low_part.defined()) made.param_low_part = low_part;  // publish_states() keeps it, too
-  if (!can_step(parameter.local, grad, made, group, phase)) {
-    throw_misfit(parameter.local, grad, made, group, phase);
+  if (!can_step(parameter.local, grad, made, group)) {
+    throw_misfit(parameter.local, grad, made, group);
   }
   parameter.state = std::move(made);
   parameter.fresh = std::make_shared<c10::SafePyObject>(dict.release().ptr(), getPyInterpreter());
@@ -54,14 +54,13 @@ void make_state(Parameter& parameter, const at::Tensor& grad, StepPhase phase) {
 
 }  // namespace
 
-void prepare(Parameter& parameter, at::Tensor grad, StepPhase phase) {
+void prepare(Parameter& parameter, at::Tensor grad) {
   // An optimizer's own step() makes the state and checks.
   if (parameter.group->algorithm == Algorithm::kRule &&
-      !can_step(parameter.local, grad, parameter.state, *parameter.group, phase)) {
-    make_state(parameter, grad, phase);
+      !can_step(parameter.local, grad, parameter.state, *parameter.group)) {
+    make_state(parameter, grad);
   }
   parameter.grad = std::move(grad);
-  parameter.phase = phase;
 }
 
 void forget_prepared(Parameter& parameter) {

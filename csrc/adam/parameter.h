@@ -36,7 +36,6 @@ struct Entry {
   // may still be queued.
   uint64_t step = 0;
   uint64_t measured = 0;               // number of the last step whose norm pass measured it, or 0
-  uint64_t folded = 0;                 // number of the last step it was folded into, or 0
   const Backward* waits_in = nullptr;  // the backward that has queued its gradient, or null
   bool made_dict = false;              // the hook's installation made the dict of Python hooks
   // DistributedDataParallel reduces the gradient and then hands it over; the hook itself only sets
@@ -59,9 +58,8 @@ struct Parameter {
   // A new state that is not in the optimizer's yet: a dict, of DTensors for a DTensor. Or null.
   std::shared_ptr<c10::SafePyObject> fresh;
 
-  // Set by prepare(), for the next step or fold.
-  at::Tensor grad;  // of `local`; undefined: zeros, to close folded gradients without another
-  StepPhase phase = StepPhase::kWhole;
+  // Of `local`. Set by prepare(), for the next step; undefined for one in rows.
+  at::Tensor grad;
 };
 
 // Whether `local` is a part of a DTensor.
@@ -83,7 +81,7 @@ void take_fresh(Parameter& parameter, std::vector<FreshState>& taken);
 
 // Readies a parameter for a step with this gradient, and has its state made where it has none.
 // Throws, and changes nothing, where the step cannot be made.
-void prepare(Parameter& parameter, at::Tensor grad, StepPhase phase);
+void prepare(Parameter& parameter, at::Tensor grad);
 
 // Undoes prepare(), for a parameter that is not stepped after all.
 void forget_prepared(Parameter& parameter);

@@ -46,7 +46,6 @@ Records::Place Records::place_of(const Tensor& tensor) {
 
 void Records::step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
   for (const Parameter* parameter : parameters) {
-    if (is_fold(parameter->phase)) continue;
     drop_stale_low_part(parameter->local, parameter->state.param_low_part);
   }
   if (std::any_of(parameters.begin(), parameters.end(),
@@ -65,11 +64,6 @@ std::unique_ptr<StepInRows> Records::step_in_rows(const Parameter& parameter) {
   return begun;
 }
 
-bool Records::is_folded(const State& state) const {
-  return !folded_.empty() && state.exp_avg_sq.defined() &&
-         folded_.count(place_of(state.exp_avg_sq)) > 0;
-}
-
 // A low part that was loaded has no entry here, and belongs to the weights as they are. Under
 // capture it stays: the graph would zero it in every replay.
 void Records::drop_stale_low_part(const Tensor& param, const Tensor& low_part) const {
@@ -85,12 +79,7 @@ void Records::drop_stale_low_part(const Tensor& param, const Tensor& low_part) c
 
 void Records::note(const Parameter& parameter) {
   const State& state = parameter.state;
-  if (is_fold(parameter.phase)) {
-    folded_.emplace(place_of(state.exp_avg_sq), state.exp_avg_sq);
-  } else if (!folded_.empty() && state.exp_avg_sq.defined()) {
-    folded_.erase(place_of(state.exp_avg_sq));
-  }
-  if (is_fold(parameter.phase) || !have_versions(parameter.local, state.param_low_part)) return;
+  if (!have_versions(parameter.local, state.param_low_part)) return;
   const auto place = place_of(state.param_low_part);
   if (versions_.find(place) == versions_.end()) {  // seldom: also drops entries of freed tensors
     for (auto i = versions_.begin(); i != versions_.end();) {

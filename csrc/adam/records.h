@@ -22,12 +22,6 @@ class Records {
   // Begins a step of one parameter in rows, with the same care for param_low_part.
   std::unique_ptr<StepInRows> step_in_rows(const Parameter& parameter);
 
-  // Returns whether gradients are folded into the moments, which are packed then.
-  bool is_folded(const State& state) const;
-  // Returns how many states have folded gradients.
-  int64_t folded() const { return static_cast<int64_t>(folded_.size()); }
-  void forget_folded() { folded_.clear(); }
-
   // Zeroes a low part where the parameter has been written to since its last step and the low part
   // has not: it does not belong to the parameter's values any more. Both: local; it may be
   // undefined.
@@ -47,10 +41,9 @@ class Records {
   };
 
   static Place place_of(const at::Tensor& tensor);
-  // Remembers what a step or fold has left.
+  // Remembers the versions that a step has left.
   void note(const Parameter& parameter);
 
-  std::unordered_map<Place, at::Tensor, PlaceHash> folded_;  // exp_avg_sq, by its place
   std::unordered_map<Place, Versions, PlaceHash> versions_;  // by place of param_low_part
 };
 

@@ -18,11 +18,10 @@ constexpr int count_words(const char* text) {
 struct RuleRow {
   const char* name;
   int moments;  // that it keeps of each element; the table names them
-  bool folds;   // gradients can be folded into them: see Packed
 };
 
 constexpr RuleRow kRuleRows[] = {
-#define ROW(id, name, moments, folds) {name, count_words(moments), folds},
+#define ROW(id, name, moments) {name, count_words(moments)},
     MEMSAVE_EXT_RULES(ROW)
 #undef ROW
 };

@@ -136,8 +136,7 @@ StateFormat state_format(const Tensor& param, const State& state, const Group& g
                                                            : StateFormat::kFloat;
 }
 
-bool can_step(const Tensor& param, const Tensor& grad, const State& state, const Group& group,
-              StepPhase phase) {
+bool can_step(const Tensor& param, const Tensor& grad, const State& state, const Group& group) {
   const Rule rule = group.options.rule;
   check_memory("a parameter", param);
   if (grad.defined()) {
@@ -149,8 +148,7 @@ bool can_step(const Tensor& param, const Tensor& grad, const State& state, const
   const bool has_states = row(rule).moments > 0;
   if (!dtype || (has_states && !state.first().defined())) return false;
   const StateFormat states = state_format(param, state, group);
-  const Combination made{*dtype, param_format(param, group), states, rule,
-                         phase != StepPhase::kWhole};
+  const Combination made{*dtype, param_format(param, group), states, rule};
   const Element low_part = row(made.format).low_part;
   return made.exists() && (!param.is_complex() || states == StateFormat::kAsParam) &&
          (!has_states || has_moments(param, state, group, states)) &&
@@ -159,13 +157,11 @@ bool can_step(const Tensor& param, const Tensor& grad, const State& state, const
           is_like(param, state.param_low_part, scalar_type(low_part)));
 }
 
-void throw_misfit(const Tensor& param, const Tensor& grad, const State& state, const Group& group,
-                  StepPhase phase) {
+void throw_misfit(const Tensor& param, const Tensor& grad, const State& state, const Group& group) {
   const py::gil_scoped_acquire gil;
   const char* const rule = row(group.options.rule).name;
-  registered("check_named")(wrapped(param), wrapped(grad), dict_of(state),
-                            kPhases[static_cast<int>(phase)], rule, row(group.bf16).name,
-                            row(group.state_dtype).name);
+  registered("check_named")(wrapped(param), wrapped(grad), dict_of(state), rule,
+                            row(group.bf16).name, row(group.state_dtype).name);
   TORCH_CHECK(false, "memsave_ext: no kernel steps a ", param.scalar_type(),
               " parameter with such states by ", rule);
 }

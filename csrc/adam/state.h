@@ -34,8 +34,6 @@ struct Group {
   int64_t smallest_elsewhere = 0;
 };
 
-inline constexpr const char* kPhases[] = {"whole", "first_fold", "fold", "close"};  // of StepPhase
-
 // As torch keeps it, the moments that the rule has: SGD's is momentum_buffer. step is a scalar, on
 // the CPU or the parameter's device. The scales are defined with moments in blocks alone;
 // `moments`, in place of exp_avg and exp_avg_sq, where is_joint(); param_low_part with ParamFormats
@@ -86,15 +84,15 @@ void check_device(c10::Device device);
 // Throws where the gradient is not strided, for example sparse. rule: whose error it is.
 void check_dense(const at::Tensor& grad, Rule rule = Rule::kAdam);
 
-// Whether kernels can step a parameter with this gradient and state. An undefined `grad` stands for
-// zeros. Throws where there is no memory that they could read.
+// Whether kernels can step a parameter with this gradient and state. `grad` is undefined where its
+// rows come one after the other. Throws where there is no memory that they could read.
 bool can_step(const at::Tensor& param, const at::Tensor& grad, const State& state,
-              const Group& group, StepPhase phase);
+              const Group& group);
 
 // Throws the error that memsave_ext/adam/states.py has for a parameter that kernels cannot step.
 // Takes the GIL.
 [[noreturn]] void throw_misfit(const at::Tensor& param, const at::Tensor& grad, const State& state,
-                               const Group& group, StepPhase phase);
+                               const Group& group);
 
 // Returns the tensors that are defined, by their names. Needs the GIL.
 pybind11::dict dict_of(const State& state);

@@ -199,6 +199,8 @@ MEMSAVE_EXT_INLINED inline V keep(V v, Last last) {
 
 template <typename Storage>
 MEMSAVE_EXT_INLINED inline void copy(Storage* to, const Storage* from, Part part) {
+  // What gcc cannot know, and would warn of.
+  if (part.lanes < 0 || part.lanes > kLanes<Storage>) __builtin_unreachable();
   for (int step = kLanes<Storage>; step > 0; step /= 2) {
     if (!(part.lanes & step)) continue;
     __builtin_memcpy(to, from, step * sizeof(Storage));

@@ -19,7 +19,7 @@ _REASONS = {
     ),
     "pass_too_late": (
         "norm_pass() was entered too late or twice: enter it once in each step, before any "
-        "backward that steps parameters or folds gradients"
+        "backward that steps parameters"
     ),
     "step_in_pass": (
         "step() was called inside of norm_pass(), which only measures gradients. Leave "
@@ -126,14 +126,6 @@ def not_attached(param: Tensor) -> RuntimeError:
         f"memsave_ext: a parameter of shape {list(param.shape)} belongs to a "
         "DistributedDataParallel module, which would reduce its gradient only after the optimizer "
         "has stepped the parameter. Call opt.attach(ddp) once, before training."
-    )
-
-
-def folds_unreduced() -> RuntimeError:
-    return RuntimeError(
-        "memsave_ext: accumulate(fold=True) would fold gradients of this process alone, which "
-        "DistributedDataParallel has not reduced over all processes. Use accumulate() without "
-        "fold=True."
     )
 
 
@@ -246,10 +238,3 @@ def moved_blocks(then: Sequence[int], now: Sequence[int]) -> RuntimeError:
 
 def no_amsgrad() -> RuntimeError:
     return RuntimeError("memsave_ext: 8-bit and 4-bit states cannot be combined with amsgrad=True")
-
-
-def cannot_fold(moments: torch.dtype) -> RuntimeError:
-    return RuntimeError(
-        f"memsave_ext: accumulate(fold=True) needs states of float32 or float64, got {moments}. "
-        "Use accumulate() without fold=True, or state_dtype=None."
-    )

@@ -3,11 +3,11 @@
 
 // SGD's momentum is a rule of its own.
 #define MEMSAVE_EXT_RULES(ROW) \
-  ROW(kAdam, "adam", "exp_avg exp_avg_sq", true) \
-  ROW(kAmsgrad, "amsgrad", "exp_avg exp_avg_sq max_exp_avg_sq", true) \
-  ROW(kSgd, "sgd", "", false) \
-  ROW(kMomentum, "momentum", "momentum_buffer", false) \
-  ROW(kLion, "lion", "exp_avg", false)
+  ROW(kAdam, "adam", "exp_avg exp_avg_sq") \
+  ROW(kAmsgrad, "amsgrad", "exp_avg exp_avg_sq max_exp_avg_sq") \
+  ROW(kSgd, "sgd", "") \
+  ROW(kMomentum, "momentum", "momentum_buffer") \
+  ROW(kLion, "lion", "exp_avg")
 
 // kPlain is rounded to nearest, kStochastic at random, so that it moves by the step on average.
 // kSplit is a float: the nearest bfloat16, and its lower 16 bits. kSplit8 is the upper 24 bits of a

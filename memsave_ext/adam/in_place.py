@@ -70,9 +70,7 @@ def become(optimizer: Optimizer, kind: type[Any], **options: Any) -> Callable[[]
     """
     _check(optimizer)
     own, had = type(optimizer), options_outside_groups(optimizer)
-    accumulates = {}
-    if isinstance(optimizer, Native) and optimizer._accumulate_when is not None:
-        accumulates = {"condition": optimizer._accumulate_when, "fold": optimizer._folds_when}
+    condition = optimizer._accumulate_when if isinstance(optimizer, Native) else None
     defaults = taken_by(own, optimizer.defaults)
     of_groups = [
         {name: group[name] for name in _OF_GROUPS if name in group}
@@ -80,11 +78,11 @@ def become(optimizer: Optimizer, kind: type[Any], **options: Any) -> Callable[[]
     ]
     new = {name: value for name, value in options.items() if name in modes.DEFAULTS}
     given = taken_by(kind, defaults) | had | options
-    _remake(optimizer, kind, [of | new for of in of_groups], given, accumulates)
+    _remake(optimizer, kind, [of | new for of in of_groups], given, condition)
     hook = optimizer.register_state_dict_post_hook(_as_torchs) if "state_dtype" in new else None
 
     def undo() -> None:
-        _remake(optimizer, own, of_groups, defaults | had, accumulates)
+        _remake(optimizer, own, of_groups, defaults | had, condition)
         if hook is not None:
             hook.remove()
 
@@ -142,13 +140,13 @@ def _remake(
     kind: type[Any],
     of_groups: list[dict[str, Any]],
     options: dict[str, Any],
-    accumulates: dict[str, Any],
+    condition: Callable[[], object] | None,
 ) -> None:
     """Constructs the object anew, as one of another class, with the states that it has.
 
     Args:
         of_groups: the options of each group that are among ``_OF_GROUPS``.
-        accumulates: arguments of ``accumulate_when()``; empty where it was not called.
+        condition: that of ``accumulate_when()``.
     """
     own, before = type(optimizer), dict(optimizer.__dict__)
     count = len(optimizer.param_groups)
@@ -175,8 +173,8 @@ def _remake(
         renew_counter(optimizer)
         if saved is not None:
             optimizer.load_state_dict(saved)
-        if accumulates:
-            optimizer.accumulate_when(**accumulates)
+        if condition is not None:
+            optimizer.accumulate_when(condition)
     except BaseException:
         if "_stepper" in optimizer.__dict__:
             release(optimizer)

@@ -80,8 +80,8 @@ class Native(InBackward):
         elif in_backward:
             warnings.warn(
                 "memsave_ext: clip_global_norm needs all gradients, so that in_backward=True steps "
-                "nothing in backward: leave in_backward out, or use max_grad_norm or norm_pass() "
-                "in place of clip_global_norm",
+                "nothing in backward: leave in_backward out, or use max_grad_norm or grads_on= in "
+                "place of clip_global_norm",
                 UserWarning,
                 stacklevel=stacklevel + 1,
             )
@@ -168,17 +168,8 @@ class Native(InBackward):
         return modes.to_fp32(self.state_dict() if state_dict is None else state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        self._check_not_folding()
         self._drop_stale_low_parts()
         return modes.to_saved(super().state_dict())
-
-    def _check_not_folding(self) -> None:
-        if count := self._stepper.folded():
-            raise RuntimeError(
-                f"Adam: the gradients of {count} parameters were folded into the optimizer's "
-                "moments by accumulate(fold=True), and these parameters are not stepped yet. "
-                "Finish the step first."
-            )
 
     def _drop_stale_low_parts(self) -> None:
         """Zeroes what is kept beside overwritten parameters, as their next step would.
@@ -195,8 +186,8 @@ class Native(InBackward):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Like torch's, but state keeps its own dtype (pytorch#43706).
 
-        It is a fresh start: what the open step has come to is forgotten, a backward that raised and
-        folded gradients included. With ``in_backward`` gradients in ``.grad`` are dropped.
+        It is a fresh start: what the open step has come to is forgotten, a backward that raised
+        included. With ``in_backward`` gradients in ``.grad`` are dropped.
 
         Raises:
             RuntimeError: while a backward runs.
@@ -208,8 +199,6 @@ class Native(InBackward):
         def look(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
             self._loading = modes.from_saved(loaded)
             modes.check_loadable(self._loading, groups)
-            if self._stepper.folded():
-                self._refuse_folded(loaded)
             return modes.without_tensors(self._loading)
 
         self._stepper.begin_loading()
@@ -224,16 +213,6 @@ class Native(InBackward):
             handle.remove()
             self.__dict__.pop("_loading", None)
         self._stepper.end_loading()
-
-    def _refuse_folded(self, loaded: dict[str, Any]) -> None:
-        """Raises ValueError where tensors to load are those that gradients are folded into."""
-        own = {id(state.get("exp_avg_sq")) for state in self.state.values()}
-        if any(id(state.get("exp_avg_sq", ...)) in own for state in loaded["state"].values()):
-            raise ValueError(
-                "state_dict has this optimizer's own state tensors, into which "
-                "accumulate(fold=True) has folded gradients since: load a copy that was made "
-                "before, copy.deepcopy(state_dict)"
-            )
 
     def _finish_loading(self, loaded: dict[str, Any], old_groups: list[dict[str, Any]]) -> None:
         """Fills in the tensors of states, one parameter after the other: in its own format each is
@@ -257,7 +236,6 @@ class Native(InBackward):
                 self.state[param] = put_state(state, group, param.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._check_not_folding()
         self._drop_stale_low_parts()
         own = (
             "_in_backward", "_small_bytes", "_bucket_bytes", "_modes", "_clip_global_norm",

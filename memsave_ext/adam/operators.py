@@ -13,13 +13,11 @@ from .fallback import operator
 
 _library = torch.library.Library("memsave_ext", "FRAGMENT")
 # Steps parameters in place, with their states and step counts. They lie on one device and share
-# the options of a param group, the phase, and which states they have.
+# the options of a param group, and which states they have.
 #
-# - `grads`: one for each parameter, or none, which stands for zeros.
+# - `grads`: one for each parameter.
 # - `states`: those of the first parameter, in the order of `state_names`, then those of the second.
 # - `positions`: of the parameters in the optimizer, which random bits depend on.
-# - `phase`: "whole", or "first_fold" and "fold" to fold the first gradient of a step and later ones
-#   into the moments, and "close" for the step that closes folding.
 # - `rule`, `bf16` and `state_format`: names of rows of adam/rules.py and adam/formats.py.
 # - `tensor_lr`: in place of `lr`, where that lies on a device.
 # - `beta1` and `beta2`: for SGD momentum and dampening.
@@ -29,7 +27,7 @@ _library = torch.library.Library("memsave_ext", "FRAGMENT")
 # not 0; both are scalars, or vectors with an element for each parameter.
 _library.define(
     "adam_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] states, int[] positions, *, "
-    'str[] state_names, str phase="whole", str rule, float lr, Tensor? tensor_lr=None, '
+    "str[] state_names, str rule, float lr, Tensor? tensor_lr=None, "
     "float beta1=0., float beta2=0., float eps=0., float weight_decay, "
     "bool decoupled_weight_decay=False, bool nesterov=False, bool maximize=False, "
     'str? bf16=None, str state_format="as_param", int seed=0, float? max_grad_norm=None, '

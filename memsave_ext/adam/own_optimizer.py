@@ -213,12 +213,6 @@ class OwnStep(InBackward):
     def _count_on_device(self, groups: list[dict[str, Any]]) -> None:
         """Its own step counts where it does: whether to skip is read before it."""
 
-    def _check_foldable(self) -> None:
-        raise ValueError(
-            "accumulate(fold=True) is for memsave_ext's Adam: this optimizer's own step() needs "
-            "whole gradients. Use accumulate()."
-        )
-
 
 def renew_counter(optimizer: Optimizer) -> None:
     """Has the schedulers that there are already count calls of the step() that its class has."""

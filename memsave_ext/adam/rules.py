@@ -20,18 +20,15 @@ class Rule:
     Attributes:
         name: the row's name.
         moments: the names of the states that it keeps of each element.
-        folds: whether gradients can be folded into them.
     """
 
     name: str
     moments: tuple[str, ...]
-    folds: bool
 
 
 # Interned, as names in source are: csrc/adam/snapshot.cpp finds a state's tensors by identity.
 RULES = tuple(
-    Rule(name, tuple(map(sys.intern, moments.split())), folds)
-    for name, moments, folds in read_rows("RULES")
+    Rule(name, tuple(map(sys.intern, moments.split()))) for name, moments in read_rows("RULES")
 )
 ADAM, AMSGRAD, SGD, MOMENTUM, LION = RULES
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # of any rule

@@ -22,22 +22,20 @@ class State(Enum):
 
 
 class Event(Enum):
-    KEEP_GRADIENTS = "they will stay in .grad, or be folded, and add up over backwards"
-    USE_GRADIENT = "one is complete, and will be stepped with, folded or measured"
+    KEEP_GRADIENTS = "they will stay in .grad, and add up over backwards"
+    USE_GRADIENT = "one is complete, and will be stepped with or measured"
     STEPPED = "parameters have been stepped"
     BEGIN_NORM_PASS = "norm_pass() is entered"
-    PASS_AFTER_FOLD = "the same, with folded gradients that are not stepped yet"
     FINISH_NORM_PASS = "it is left, and the norm is known"
     DROP_NORM_PASS = "it is left by an error"
     END_STEP = "step()"
-    FAIL = "a backward raised that had stepped parameters, or folded"
+    FAIL = "a backward raised that had stepped parameters"
     ACKNOWLEDGE = "zero_grad(), after which a failure is forgotten"
     LOAD = "states were loaded: what the step has come to does not matter any more"
 
 
 class Block(Enum):
     ACCUMULATE = "accumulate(): gradients add up in .grad"
-    FOLD = "accumulate(fold=True): they are folded into the moments"
     KEEP = "paused(keep=True): they stay in .grad, and step() leaves them there"
     DROP = "paused(): they are dropped"
 
@@ -58,10 +56,6 @@ _TABLE: dict[Event, dict[State, State | str]] = {
         State.STEPPING: "pass_too_late",
         State.MEASURING: "pass_too_late",
         State.CLIPPING: "pass_too_late",
-        State.FAILED: "has_failed",
-    },
-    Event.PASS_AFTER_FOLD: {
-        **dict.fromkeys(State, "pass_too_late"),
         State.FAILED: "has_failed",
     },
     Event.FINISH_NORM_PASS: {State.MEASURING: State.CLIPPING},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,6 @@ from .elsewhere import put_state
 from .formats import COMPUTED, Codes, StateFormat, made_state_format, param_format_of
 from .place import Place
 from .rules import MOMENTUM, is_adam, rule_of
-
-# A step is made as a whole, or in parts: gradients are folded into the moments ("first_fold", then
-# "fold"), and "close" adds the last one and updates the parameter.
-StepPhase = Literal["whole", "first_fold", "fold", "close"]
 
 
 def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -97,7 +93,6 @@ def check(
     grad: Tensor | None,
     state: Mapping[str, Tensor],
     group: Mapping[str, Any],
-    phase: StepPhase = "whole",
 ) -> None:
     """Raises RuntimeError where a step cannot be made. Changes nothing.
 
@@ -113,9 +108,6 @@ def check(
         raise errors.wrong_step()
     if (low_part := param_format_of(param, group).low_part) is not None:
         _check_like("param_rest", param, state, low_part)
-    folds = (torch.float32, torch.float64)
-    if phase != "whole" and (row is None or row.joint or real_type(state["exp_avg"]) not in folds):
-        raise errors.cannot_fold(formats.key_of_state(state)[0])
 
 
 def _is_step(step: Any, param: Tensor) -> bool:

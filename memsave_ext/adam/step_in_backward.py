@@ -35,7 +35,6 @@ class InBackward(torch.optim.Optimizer):
     _reductions: list[Any]  # one StepReduced for each attached DistributedDataParallel module
     _pauses = 0  # how many paused() blocks are open
     _accumulate_when: Callable[[], object] | None = None
-    _folds_when = False
     _clip_global_norm: float | None = None
     _grad_scaler: torch.amp.GradScaler | None = None
     _large_memory: LargeMemory | None = None  # while gradients are freed as they arrive
@@ -65,8 +64,7 @@ class InBackward(torch.optim.Optimizer):
 
         Raises:
             TypeError: ``ddp`` is something else.
-            ValueError: not ``in_backward``; no parameter of ``ddp`` is in this optimizer; after
-                ``accumulate_when(fold=True)``.
+            ValueError: not ``in_backward``; no parameter of ``ddp`` is in this optimizer.
             RuntimeError: ``ddp`` has a communication hook, or is attached to another optimizer.
         """
         from torch.nn.parallel import DistributedDataParallel
@@ -91,7 +89,6 @@ class InBackward(torch.optim.Optimizer):
         params: list[Tensor] = [p for p in ddp.parameters() if id(p) in ours]
         if not params:
             raise ValueError("attach: ddp has no parameter that is in this optimizer")
-        self._refuse_folding_before_reduction(self._folds_when)
         from .ddp import attach
 
         self._reductions.append(attach(self, ddp, params, hook, state))
@@ -216,27 +213,15 @@ class InBackward(torch.optim.Optimizer):
         one backward over the whole batch would; :meth:`step` steps the parameters that the last
         backward does not reach.
 
-        Args:
-            fold: add each gradient to the moments at once instead, so that gradients take no memory
-                at all. The first moment is exact. The second needs the square of the sum, which is
-                derived from the first moment. Until then the old values of both moments are kept in
-                16 bits each (with float32 states), so Adam's step is off by some percent at most.
-                States must be float32 or float64. :meth:`zero_grad` does not take back what has
-                been folded.
-
         Raises:
-            ValueError: ``fold`` without ``in_backward``; with an option that needs whole gradients
-                before they are folded: grad_scaler, max_grad_norm or clip_global_norm; or with a
-                state_dtype other than float32.
+            ValueError: ``fold``, which was removed.
         """
-        modes.check_bool("fold", fold)
-        if fold:
-            self._check_foldable()
-        self._stepper.accumulate(True, fold)
+        _refuse_fold("accumulate", fold)
+        self._stepper.accumulate(True)
         try:
             yield
         finally:
-            self._stepper.accumulate(False, fold)
+            self._stepper.accumulate(False)
 
     @contextlib.contextmanager
     def paused(self, *, keep: bool = False) -> Iterator[None]:
@@ -287,74 +272,23 @@ class InBackward(torch.optim.Optimizer):
         Args:
             condition: called when the first gradient of a backward arrives; returns true where the
                 backward is not the last of its step. None removes the condition.
-            fold: as in :meth:`accumulate`.
 
         Raises:
             TypeError: ``condition`` is neither callable nor None.
-            ValueError: as in :meth:`accumulate`; ``fold`` after :meth:`attach`.
+            ValueError: ``fold``, which was removed.
         """
         if condition is not None and not callable(condition):
             raise TypeError(
                 "accumulate_when: condition must be a function without arguments, or None, got "
                 f"{type(condition).__name__}"
             )
-        modes.check_bool("fold", fold)
-        if condition is not None and fold:
-            self._check_foldable()
-            self._refuse_folding_before_reduction(bool(self._reductions))
+        _refuse_fold("accumulate_when", fold)
         self._accumulate_when = condition
-        self._folds_when = condition is not None and fold
         self._stepper.ask(condition is not None)
 
     def _on_gradients(self) -> str:
-        """Returns what a backward does with its gradients: "step", "fold" or "keep"."""
-        if self._accumulate_when is None or not self._accumulate_when():
-            return "step"
-        if not self._folds_when:
-            return "keep"
-        self._check_foldable()
-        return "fold"
-
-    @staticmethod
-    def _refuse_folding_before_reduction(refused: bool) -> None:
-        if refused:
-            raise ValueError(
-                "accumulate_when(fold=True) cannot be combined with attach(): it would fold "
-                "gradients of one process, which DistributedDataParallel has not reduced over all "
-                "processes. Use fold=False."
-            )
-
-    def _check_foldable(self) -> None:
-        def refuse(other: str, way_out: str) -> None:
-            raise ValueError(f"accumulate(fold=True) cannot be combined with {other}: {way_out}")
-
-        if not all(rule_of(group).folds for group in self.param_groups):
-            refuse(
-                type(self).__name__,
-                "only Adam's moments can take up gradients. Use accumulate() without fold=True.",
-            )
-        if self.clip_global_norm is not None:
-            refuse("clip_global_norm", "the norm is that of whole gradients. Use accumulate().")
-        if not self._in_backward:
-            refuse(
-                "in_backward=False",
-                "gradients are folded in backward. Use accumulate() without fold=True.",
-            )
-        if self.grad_scaler is not None:
-            refuse(
-                "grad_scaler",
-                "an infinite gradient would stay in the moments. Use accumulate() without "
-                "fold=True.",
-            )
-        for group in self.param_groups:
-            if group.get("max_grad_norm") is not None:
-                refuse("max_grad_norm", "the norm is that of whole gradients. Use accumulate().")
-            if (dtype := modes.of_group(group, "state_dtype")) is not None:
-                refuse(
-                    f"state_dtype={dtype!r}",
-                    "gradients can be folded only into float32 states. Use accumulate() without "
-                    "fold=True.",
-                )
+        """Returns what a backward does with its gradients: "step" or "keep"."""
+        return "keep" if self._accumulate_when is not None and self._accumulate_when() else "step"
 
     # ---- clipping by the norm of all gradients ----
 
@@ -371,7 +305,7 @@ class InBackward(torch.optim.Optimizer):
                 raise ValueError(
                     "clip_global_norm needs all gradients, which in_backward=True frees as they "
                     "arrive: pass it when the optimizer is made, call remove_hooks() first, or use "
-                    "norm_pass()"
+                    "grads_on="
                 )
             modes.refuse_two_norms(self.__dict__.get("param_groups", []))
         self._clip_global_norm = norm
@@ -389,7 +323,8 @@ class InBackward(torch.optim.Optimizer):
     def norm_pass(self, max_norm: float) -> Iterator[None]:
         """Measure the global norm and drop the gradients, so that the next backward can clip.
 
-        This clips exactly without keeping all gradients, at the cost of a second backward::
+        It will be removed: with ``grads_on=`` torch's ``clip_grad_norm_`` clips exactly in one
+        backward. This takes a second one, without keeping all gradients::
 
             with opt.norm_pass(max_norm=1.0):
                 loss.backward(retain_graph=True)
@@ -402,6 +337,12 @@ class InBackward(torch.optim.Optimizer):
             ValueError: without ``in_backward``; with ``clip_global_norm`` or ``max_grad_norm``.
             RuntimeError: gradients are being accumulated, or were stepped already.
         """
+        warnings.warn(
+            "memsave_ext: norm_pass() will be removed: use grads_on=, with which torch's "
+            "clip_grad_norm_ clips exactly in one backward",
+            FutureWarning,
+            stacklevel=3,  # over contextlib's __enter__()
+        )
         modes.check_norm("max_norm", max_norm)
         if self.clip_global_norm is not None:
             raise ValueError(
@@ -489,6 +430,15 @@ class InBackward(torch.optim.Optimizer):
         # GradScaler has no public function for this; its unscale_() fills the same dict.
         state = scaler._per_optimizer_states[id(self)]
         state["found_inf_per_device"] = {tensor.device: tensor for tensor in found_inf}
+
+
+def _refuse_fold(method: str, fold: bool) -> None:
+    modes.check_bool("fold", fold)
+    if fold:
+        raise ValueError(
+            f"{method}(fold=True) was removed, as its steps were approximate: use grads_on=, with "
+            "which gradients add up elsewhere, exactly, or accumulate() without fold"
+        )
 
 
 def _reference_counts(tensors: list[Tensor]) -> list[int]:

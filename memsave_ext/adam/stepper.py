@@ -34,7 +34,7 @@ if _native.module:
 
 # What a collector does with complete gradients, by the kind of block that is open. The first of
 # them decides.
-_INTAKES = {Block.KEEP: "keep", Block.DROP: "drop", Block.FOLD: "fold", Block.ACCUMULATE: "sum"}
+_INTAKES = {Block.KEEP: "keep", Block.DROP: "drop", Block.ACCUMULATE: "sum"}
 
 
 def owner(param: Tensor) -> Any:
@@ -73,7 +73,7 @@ class Stepper:
         self._collector = kind(self, small_bytes, bucket_bytes, own_step)
         self.attach, self.detach = self._collector.attach, self._collector.detach
         self.lost, self.hand_to_ddp = self._collector.lost, self._collector.hand_to_ddp
-        self.folded, self.count_used = self._collector.folded, self._collector.count_used
+        self.count_used = self._collector.count_used
         self.drop_stale_low_part = self._collector.drop_stale_low_part
 
     # called by the optimizer
@@ -82,8 +82,8 @@ class Stepper:
         """Sets whether each backward asks the optimizer's ``_on_gradients()`` what to do."""
         self._has_condition = enabled
 
-    def accumulate(self, enabled: bool, fold: bool) -> None:
-        self._count(Block.FOLD if fold else Block.ACCUMULATE, enabled)
+    def accumulate(self, enabled: bool) -> None:
+        self._count(Block.ACCUMULATE, enabled)
 
     def pause(self, enabled: bool, keep: bool) -> None:
         self._count(Block.KEEP if keep else Block.DROP, enabled)
@@ -103,11 +103,9 @@ class Stepper:
     def begin_norm_pass(self) -> None:
         """Gradients of backwards from here on are measured and dropped."""
         with self._collector:
-            adds_up = self._blocks[Block.ACCUMULATE] or self._blocks[Block.FOLD]
-            if adds_up or self._collector.any_gradient():
+            if self._blocks[Block.ACCUMULATE] or self._collector.any_gradient():
                 raise errors.measures_sums()
-            folded = self.folded() > 0
-            self._handle(Event.PASS_AFTER_FOLD if folded else Event.BEGIN_NORM_PASS)
+            self._handle(Event.BEGIN_NORM_PASS)
             self._norm = GradNorm()
 
     def end_norm_pass(self, max_norm: float | None) -> None:
@@ -128,7 +126,7 @@ class Stepper:
                     self._collector.next_step()
 
     def step(self, max_norm: float, unscaled: bool) -> int:
-        """Steps the parameters that have a gradient, in ``.grad`` or folded, and ends the step.
+        """Steps the parameters that have a gradient in ``.grad``, and ends the step.
 
         Args:
             max_norm: what all gradients together are clipped to; 0: not.
@@ -160,7 +158,6 @@ class Stepper:
                     self._handle(Event.STEPPED)
                 raise
             collector.drop_used(batches)
-            collector.forget_folded()  # those left are of parameters removed from param_groups
             return stepped + self._end_step(Event.END_STEP)
 
     def zero_grad(self, to_none: bool) -> None:
@@ -179,7 +176,6 @@ class Stepper:
         """Forgets all that the open step has come to; an open norm pass stays open."""
         with self._collector:
             self._collector.forget_gradients()
-            self._collector.forget_folded()
             self._end_step(Event.LOAD)
             if self._machine.state is State.MEASURING:
                 self._norm = GradNorm()
@@ -221,8 +217,8 @@ class Stepper:
     # called by the collector
 
     def begin_backward(self) -> tuple[Any, str, str] | None:
-        """Returns the optimizer, what the backward does with its gradients ("step", "fold",
-        "measure" or "keep"), and which shards ask others; None where the optimizer is gone."""
+        """Returns the optimizer, what the backward does with its gradients ("step", "measure" or
+        "keep"), and which shards ask others; None where the optimizer is gone."""
         optimizer: Any = self.optimizer()
         if optimizer is None:
             return None
@@ -230,10 +226,7 @@ class Stepper:
             modes.refuse_two_norms(optimizer.param_groups)
         if self._machine.state is State.MEASURING:
             return optimizer, "measure", "never"
-        if self._blocks[Block.FOLD]:
-            action = "fold"
-        else:
-            action = optimizer._on_gradients() if self._has_condition else "step"
+        action = optimizer._on_gradients() if self._has_condition else "step"
         return optimizer, action, self._asks(grad_scale_of(optimizer))
 
     def check_kept(self) -> None:
@@ -268,13 +261,12 @@ class Stepper:
             raise errors.stepped_again(name)
         return True
 
-    def obstacle_to_rows(self, clips: bool, used: bool, folded: bool) -> str | None:
+    def obstacle_to_rows(self, clips: bool, used: bool) -> str | None:
         """Returns why a parameter cannot be stepped row by row, without its whole gradient.
 
         Args:
             clips: the parameter has a max_grad_norm.
             used: a gradient of it has been used in this step.
-            folded: gradients are folded into its moments.
         """
         if self._machine.state not in (State.IDLE, State.STEPPING):
             return (
@@ -285,8 +277,6 @@ class Stepper:
             return "the optimizer's own step() needs the whole gradient"
         if used:
             return "the weight has received a gradient in this step already"
-        if folded:
-            return "gradients are folded into its states, by accumulate(fold=True)"
         if clips:
             return "max_grad_norm needs the norm of the whole gradient"
         if self._grad_scale() is not None:
@@ -316,7 +306,7 @@ class Stepper:
         self._handle(Event.STEPPED)
 
     def failed(self, stepped: int) -> None:
-        """Called where a backward raised after it had stepped, or folded into, parameters."""
+        """Called where a backward raised after it had stepped parameters."""
         self._machine.fail(stepped)
         self._tell()
 

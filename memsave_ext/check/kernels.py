@@ -304,9 +304,9 @@ def _optimizer(what: str, kind: Any, dtype: torch.dtype, options: dict[str, Any]
         optimizer = kind(params, lr=1e-2, weight_decay=0.1, **options)
         (group,) = optimizer.param_groups
         return [
-            Prepared(p, _random(p.shape, dtype, device, shift), make_state(p, group), group,
-                     "whole", i) for i, p in enumerate(params)
-        ]  # fmt: skip
+            Prepared(p, _random(p.shape, dtype, device, shift), make_state(p, group), group, i)
+            for i, p in enumerate(params)
+        ]
 
     def cases(device: torch.device) -> Iterator[Arguments]:
         for shift in (0, 1):
@@ -333,13 +333,13 @@ def _optimizer(what: str, kind: Any, dtype: torch.dtype, options: dict[str, Any]
             state = make_state(param, group)
             if "step" in state:
                 state["step"].fill_(1)
-            steps.append(Prepared(param.detach(), grad.double(), state, group, "whole", i))
+            steps.append(Prepared(param.detach(), grad.double(), state, group, i))
         return call_of(steps)
 
     def large(device: torch.device) -> tuple[Arguments, int]:
         (prepared,) = made([1 << (26 if device.type == "cuda" else 22)], device, 0)
         written = [prepared.param, *prepared.state.values()]
-        return call_of([prepared]), prepared.grad.nbytes + 2 * sum(t.nbytes for t in written)  # type: ignore[union-attr]
+        return call_of([prepared]), prepared.grad.nbytes + 2 * sum(t.nbytes for t in written)
 
     def results(arguments: Arguments, _: Any) -> list[Tensor]:
         return [*arguments[0], *arguments[2]]

@@ -1,4 +1,4 @@
-"""Calls of Adam's operator from lists of tensors: one group, whole steps."""
+"""Calls of Adam's operator from lists of tensors of one group."""
 
 import torch
 
@@ -28,7 +28,6 @@ def call(lists, decoupled, amsgrad, maximize):
                 grads[i],
                 {name: of[i] for name, of in zip(NAMES, states, strict=True) if of},
                 group,
-                "whole",
                 i,
             )
             for i, param in enumerate(params)

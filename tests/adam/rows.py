@@ -53,6 +53,7 @@ def reasons():
     found = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "memsave_ext: norm_pass")
         Model.debug = True
         try:
             yield found

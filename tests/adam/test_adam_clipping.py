@@ -23,6 +23,8 @@ from torch import nn
 import memsave_ext as ms
 from memsave_ext.adam import shards
 
+pytestmark = pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
+
 
 @both_ways
 @pytest.mark.parametrize("max_norm", [0.3, 1, 1000.0])
@@ -177,6 +179,16 @@ def test_what_cannot_have_a_norm_pass():
     check(RuntimeError, "once in each step", optimizer)
 
 
+def test_norm_pass_warns_at_the_line_that_calls_it():
+    params, optimizer = make(in_backward=True)
+    with (
+        pytest.warns(FutureWarning, match="use grads_on=, with which") as warned,
+        optimizer.norm_pass(1.0),
+    ):
+        loss(params, 0).backward()
+    assert [w.filename for w in warned] == [__file__]
+
+
 def test_a_parameter_twice_in_a_norm_pass():
     params, optimizer = make(in_backward=True)
     with optimizer.norm_pass(1.0):
@@ -185,17 +197,16 @@ def test_a_parameter_twice_in_a_norm_pass():
             loss(params, 0).backward()
 
 
-@pytest.mark.parametrize("fold", [False, True])
-def test_a_norm_pass_is_of_one_backward(fold):
+def test_a_norm_pass_is_of_one_backward():
     p = nn.Parameter(torch.ones(8))
     optimizer = ms.Adam([p], in_backward=True)
     with optimizer.norm_pass(1.0):
         p.sum().backward()
-    with pytest.raises(RuntimeError, match="after norm_pass"), optimizer.accumulate(fold=fold):
+    with pytest.raises(RuntimeError, match="after norm_pass"), optimizer.accumulate():
         pass
     p.sum().backward()
     optimizer.step()
-    with optimizer.accumulate(fold=fold):
+    with optimizer.accumulate():
         p.sum().backward()
 
 

@@ -54,12 +54,10 @@ def exact(sizes, gradients):
 
 
 SIZES = [(20_000,), (20_000, 3), (5,), (700, 2)]
-KINDS = pytest.mark.parametrize("kind", ["fold", "accumulate"])
 
 
-@KINDS
 @pytest.mark.parametrize("small_bytes", [0, 1 << 16, 1 << 20], ids=["at once", "some", "waiting"])
-def test_gradients_of_all_threads_are_summed(kind, small_bytes):
+def test_gradients_of_all_threads_are_summed(small_bytes):
     """Whole numbers: in float64 their sums do not depend on the order."""
     for _ in range(12):
         params, optimizer = make(SIZES, small_bytes=small_bytes, bucket_bytes=1 << 20)
@@ -69,20 +67,13 @@ def test_gradients_of_all_threads_are_summed(kind, small_bytes):
             order = list(zip(params, weights[i], strict=True))
             sum((p * w).sum() for p, w in (order if i % 2 else order[::-1])).backward()
 
-        if kind == "fold" and not ms._native.available:  # which needs torch's lock of a gradient
-            match = "gradients from several threads in one step"
-            with pytest.raises(RuntimeError, match=match), optimizer.accumulate(fold=True):
-                into_one_parameter(work)
-            return
-        with optimizer.accumulate(fold=kind == "fold"):
+        with optimizer.accumulate():
             together(work)
-        if kind == "fold":
-            assert all(p.grad is None for p in params)
-        assert not optimizer.state or kind == "fold"
+        assert not optimizer.state
         optimizer.step()
         sums = [sum(w[k] for w in weights) for k in range(len(params))]
         for p, q in zip(params, exact(SIZES, sums), strict=True):
-            torch.testing.assert_close(p, q, rtol=0, atol=1e-6)  # folding: states in float32
+            torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
             assert optimizer.state[p]["step"] == 1
         optimizer.remove_hooks()
 
@@ -168,6 +159,7 @@ def test_a_parameter_that_left_param_groups_is_not_stepped():
         left.grad = None
 
 
+@pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 def test_a_norm_pass_in_another_thread_whose_gradients_a_later_hook_takes():
     params, optimizer = make([(10,), (10,)])
 

@@ -5,12 +5,12 @@ from fractions import Fraction
 
 import pytest
 import torch
-from formats_of_floats import CPU, FINITE, FLOATS, bits, floats, same
+from formats_of_floats import CPU, FLOATS, bits, floats, same
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.adam_formats import split8
 
-from memsave_ext.adam import formats, precise
+from memsave_ext.adam import formats
 from memsave_ext.adam.fallback import stored
 from memsave_ext.adam.fallback.stored import Draw
 
@@ -145,70 +145,3 @@ def test_split8_is_unbiased(value):
     all_bits = torch.arange(256, dtype=torch.int32)
     mean = formats.unsplit8(*formats.split8(x.expand(256), all_bits)).double().mean()
     torch.testing.assert_close(mean, x.double()[0], rtol=1e-12, atol=0)
-
-
-# moments that are folded
-
-
-@given(FLOATS, FLOATS, st.integers(0, 0xFFFF))
-def test_pack(first, second, random):
-    n = min(len(first), len(second))
-    exp_avg, exp_avg_sq = floats(first[:n]), floats(second[:n]).abs()
-    packed = stored.pack(exp_avg, exp_avg_sq, bits(n, random))
-    assert packed.dtype == torch.float32
-    upper, lower = stored.unpack(packed)
-    assert same(upper, exp_avg.bfloat16().float())
-    assert torch.equal(lower.isnan(), exp_avg_sq.isnan())
-    assert torch.equal(lower.isinf() & exp_avg_sq.isinf(), exp_avg_sq.isinf())
-    assert not lower[exp_avg_sq == 0].any()
-    fits = exp_avg_sq < 3.38e38
-    error = (lower.double() - exp_avg_sq.double()).abs()
-    assert (error <= exp_avg_sq.double() * 2.0**-8 + 2.0**-134)[fits].all()
-    assert (lower >= 0)[fits].all()
-
-
-def test_pack_is_unbiased():
-    exp_avg_sq = torch.tensor([1.2345e-7, 0.1, 3e-40])
-    exp_avg = torch.zeros(3)
-    total = torch.zeros(3, dtype=torch.float64)
-    for random in range(0, 1 << 16, 2):
-        total += stored.unpack(stored.pack(exp_avg, exp_avg_sq, bits(3, random)))[1].double()
-    torch.testing.assert_close(total / (1 << 15), exp_avg_sq.double(), rtol=1e-12, atol=0)
-
-
-def shortened(value, digits):
-    """A float with that many binary digits, rounded to nearest even, in float64's range."""
-    if not math.isfinite(value):
-        return value
-    unit = Fraction(2) ** (max(math.frexp(value)[1], -1021) - digits)
-    try:
-        return math.copysign(float(round(Fraction(value) / unit) * unit), value)
-    except OverflowError:
-        return math.copysign(math.inf, value)
-
-
-@given(st.lists(st.floats(), min_size=1), st.lists(st.floats(), min_size=1))
-def test_pack_doubles(first, second):
-    n = min(len(first), len(second))
-    exp_avg, exp_avg_sq = (torch.tensor(v[:n], dtype=torch.float64) for v in (first, second))
-    packed = stored.pack(exp_avg, exp_avg_sq, None)
-    assert packed.dtype == torch.float64
-    expected = [shortened(v, 21) for v in first[:n]], [shortened(abs(v), 22) for v in second[:n]]
-    for found, exact in zip(stored.unpack(packed), expected, strict=True):
-        exact = torch.tensor(exact, dtype=torch.float64)
-        assert found.dtype == torch.float64
-        assert torch.equal(found.isnan(), exact.isnan())
-        number = ~exact.isnan()
-        assert torch.equal(found[number].view(torch.int64), exact[number].view(torch.int64))
-
-
-# arithmetic
-
-
-@given(FINITE, FINITE, FINITE)
-def test_fused_rounds_once(a, b, c):
-    n = min(len(a), len(b), len(c))
-    a, b, c = (floats(v[:n]) for v in (a, b, c))
-    exact = a.double() * b.double() + c.double()  # the product is exact, and the sum nearly
-    assert torch.equal(precise.fused(a, b, c), exact.float())
-    assert torch.equal(precise.fused(a[0].item(), b, c), precise.fused(a[0].expand(n), b, c))

@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import re
 import weakref
 
 import pytest
@@ -248,6 +249,7 @@ def test_a_backward_that_raises(small_bytes):
     assert [optimizer.state[p]["step"].item() for p in params] == [1, 1, 2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 def test_a_failure_that_is_acknowledged_leaves_no_step_behind():
     params, optimizer = make(4, small_bytes=0)
     with pytest.raises(ZeroDivisionError):
@@ -304,6 +306,21 @@ def test_accumulate_is_left_after_an_exception():
 
 
 # who takes part
+
+
+def test_folding_was_removed():
+    text = re.escape(
+        "(fold=True) was removed, as its steps were approximate: use grads_on=, with which "
+        "gradients add up elsewhere, exactly, or accumulate() without fold"
+    )
+    params, optimizer = make()
+    with pytest.raises(ValueError, match=f"^accumulate{text}$"), optimizer.accumulate(fold=True):
+        pass
+    with pytest.raises(ValueError, match=f"^accumulate_when{text}$"):
+        optimizer.accumulate_when(lambda: True, fold=True)
+    optimizer.accumulate_when(lambda: False, fold=False)
+    loss(params).backward()  # nothing was entered
+    assert all(p.grad is None for p in params)
 
 
 def test_unused_frozen_and_tied():

@@ -124,6 +124,7 @@ def test_grad_scaler_with_clipping(clip, in_backward):
         assert optimizer.grad_norm.item() == pytest.approx(norms[-1].item(), rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 def test_grad_scaler_with_norm_pass():
     options = {"eps": 0.01}
     params, optimizer, scaler = make_scaled(in_backward=True, **options)

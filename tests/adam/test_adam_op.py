@@ -91,11 +91,9 @@ def test_bad_calls():
             ops.adam_step_(*wrong, **by_name)
     for wrong, message in (
         ({"state_names": ["step", "exp_avg", "moment", "max"]}, "no state has the name moment"),
-        ({"phase": "half"}, "there is no phase half"),
         ({"rule": "adagrad"}, "there is no rule adagrad"),
         ({"bf16": "nearest"}, "there is no format nearest"),
         ({"state_format": "2bit"}, "there is no format 2bit"),
-        ({"rule": "momentum", "phase": "first_fold"}, "the rule momentum cannot fold gradients"),
         ({"factor": torch.ones(3).double()}, "factor and skip must be scalars or have one"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -149,6 +149,7 @@ def test_float32_states_by_name():
         assert optimizer.state[p]["exp_avg"].dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 @pytest.mark.parametrize("way", ["clip_global_norm", "norm_pass", "set between"])
 def test_two_norms_set_later(way):
     p = nn.Parameter(torch.ones(3))
@@ -255,6 +256,7 @@ METHODS = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 @pytest.mark.parametrize("case", METHODS)
 def test_arguments_of_methods(case):
     call, error, message = METHODS[case]

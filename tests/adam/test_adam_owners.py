@@ -173,22 +173,22 @@ def test_paused_keeps_gradients():
     assert torch.equal(optimizer.state[p]["exp_avg"], torch.full((3,), 5 * (1 - 0.9)))
 
 
-@pytest.mark.parametrize("fold", [False, True])
-def test_paused_between_accumulated_backwards(fold):
+def test_paused_between_accumulated_backwards():
     p = nn.Parameter(torch.ones(3))
     optimizer = ms.Adam([p], in_backward=True)
-    with optimizer.accumulate(fold=fold):
+    with optimizer.accumulate():
         (p * 2).sum().backward()
         with optimizer.paused():
             (p * 100).sum().backward()
     with optimizer.paused():
         (p * 100).sum().backward()
-    assert (p.grad is None) == fold
+    assert torch.equal(p.grad, torch.full((3,), 2.0))
     (p * 3).sum().backward()
     optimizer.step()
     torch.testing.assert_close(optimizer.state[p]["exp_avg"], torch.full((3,), 0.5))
 
 
+@pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 def test_paused_and_norm_pass():
     p = nn.Parameter(torch.ones(4))
     optimizer = ms.Adam([p], in_backward=True)

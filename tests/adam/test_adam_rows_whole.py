@@ -38,12 +38,6 @@ def accumulated_when(model):
     backward(model)
 
 
-def folded(model):
-    with model.optimizer.accumulate(fold=True):
-        backward(model)
-    backward(model)
-
-
 def grad_was_set(model):
     model.head.grad = torch.ones_like(model.head)
     backward(model)
@@ -98,7 +92,6 @@ BACKWARDS = {
     retained: "retain_graph=True",
     accumulated: ("gradients are accumulated", ".grad of the weight is set"),
     accumulated_when: ("this backward accumulates", ".grad of the weight is set"),
-    folded: ("gradients are accumulated", "the weight has received a gradient"),
     grad_was_set: ".grad of the weight is set",
     clipped_in_two_passes: (
         "retain_graph=True",

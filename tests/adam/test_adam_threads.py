@@ -6,6 +6,8 @@ from torch import nn
 
 import memsave_ext as ms
 
+pytestmark = pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
+
 # Together worth several threads, whose borders fall into parameters and between them.
 SHAPES = [(70_001,), (3,), (0, 5), (300, 501), (), (33_000,)]
 MODES = [

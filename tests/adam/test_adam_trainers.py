@@ -92,19 +92,18 @@ def test_a_closure_with_two_backwards_is_refused():
 # accumulate_when
 
 
-@pytest.mark.parametrize("fold", [False, True], ids=["kept", "folded"])
-def test_accumulate_when_equals_accumulate(fold):
+def test_accumulate_when_equals_accumulate():
     net, optimizer = make()
     other, by_hand = make()
     last = True
-    optimizer.accumulate_when(lambda: not last, fold=fold)
+    optimizer.accumulate_when(lambda: not last)
     for _ in range(3):
         for row in range(4):
             last = row == 3
             loss(net, row).backward()
             kept = [p.grad is not None for p in net.parameters()]
-            assert kept == [not last and not fold] * 4
-            with contextlib.nullcontext() if last else by_hand.accumulate(fold=fold):
+            assert kept == [not last] * 4
+            with contextlib.nullcontext() if last else by_hand.accumulate():
                 loss(other, row).backward()
         optimizer.step()
         by_hand.step()
@@ -113,6 +112,7 @@ def test_accumulate_when_equals_accumulate(fold):
     assert optimizer.state[net[0].bias]["step"].item() == 3
 
 
+@pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 def test_the_condition_is_asked_once_for_each_backward():
     net, optimizer = make(small_bytes=0)
     asked = []
@@ -152,20 +152,12 @@ def test_an_error_of_the_condition_comes_out_of_backward():
     assert optimizer.state[net[0].bias]["step"].item() == 1
 
 
+@pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 def test_accumulate_when_refuses():
     net, optimizer = make()
     with pytest.raises(TypeError, match="condition must be a function without arguments.* got bo"):
         optimizer.accumulate_when(True)
-    _, clipping = make(max_grad_norm=1.0)
-    with pytest.raises(ValueError, match=r"fold=True\) cannot be combined with max_grad_norm"):
-        clipping.accumulate_when(lambda: True, fold=True)
-    optimizer.accumulate_when(lambda: True, fold=True)
-    optimizer.param_groups[0]["max_grad_norm"] = 1.0
-    with pytest.raises(ValueError, match=r"fold=True\) cannot be combined with max_grad_norm"):
-        loss(net).backward()
-    optimizer.param_groups[0]["max_grad_norm"] = None
     optimizer.accumulate_when(lambda: True)
-    optimizer.zero_grad()
     with optimizer.norm_pass(1.0):
         loss(net).backward()
     with pytest.raises(RuntimeError, match="accumulated after norm_pass"):
@@ -273,14 +265,6 @@ def test_torchs_clipping_of_what_is_still_there():
     assert clip_grad_norm_(other, 1.0) == pytest.approx(12**0.5)
     # trainers that do not clip measure
     assert clip_grad_norm_(net.parameters(), float("inf")) == 0
-
-
-def test_torchs_clipping_of_folded_gradients_is_an_error():
-    net, optimizer = make()
-    with optimizer.accumulate(fold=True):
-        loss(net).backward()
-    with pytest.raises(RuntimeError, match=STEPPED):
-        clip_grad_norm_(net.parameters(), 1.0)
 
 
 def test_torchs_clipping_knows_nothing_of_optimizers_that_are_gone():

@@ -93,6 +93,7 @@ def test_loss_scaling(name, small_bytes, bucket_bytes):
     assert_same(ours, theirs)
 
 
+@pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 @ALL
 @SIZES
 def test_norm_pass(name, small_bytes, bucket_bytes):

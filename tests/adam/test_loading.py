@@ -10,6 +10,8 @@ from torch import nn
 
 import memsave_ext as ms
 
+pytestmark = pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
+
 
 def take(kind, **options):
     return lambda params: ms.in_backward(kind(params, **options), small_bytes=0)
@@ -31,7 +33,6 @@ KINDS = {
     "torch's AdamW": take(torch.optim.AdamW, lr=0.01),
     "torch's Adafactor": take(torch.optim.Adafactor, lr=0.01),
 }
-FOLDING = ("Adam", "AdamW amsgrad", "Adam in buckets")
 
 
 class Raises(torch.autograd.Function):
@@ -106,21 +107,6 @@ def set_by_hand(net, optimizer):
     net[0].weight.grad = torch.ones_like(net[0].weight)
 
 
-def folded(net, optimizer):
-    with optimizer.accumulate(fold=True):
-        loss(net, 7).backward()
-
-
-def folded_in_part(net, optimizer):
-    with optimizer.accumulate(fold=True):
-        failing(net)
-
-
-def folded_and_failed(net, optimizer):
-    folded(net, optimizer)
-    failing(net)
-
-
 def measured(net, optimizer):
     with optimizer.norm_pass(1e-3):
         loss(net, 7).backward()
@@ -146,8 +132,7 @@ def scaled(net, optimizer):
 
 BETWEEN = [
     backward, backward_failed, second_backward, accumulated, accumulated_and_failed, kept,
-    set_by_hand, folded, folded_in_part, folded_and_failed, measured, measured_and_failed,
-    pass_failed, scaled,
+    set_by_hand, measured, measured_and_failed, pass_failed, scaled,
 ]  # fmt: skip
 
 
@@ -181,7 +166,6 @@ def assert_goes_on_as_new(kind, net, optimizer, saved):
 
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.without(case=lambda c: "folded" in c["between"].__name__ and c["kind"] not in FOLDING)
 def test_is_a_fresh_start(kind, between):
     net, optimizer, saved = trained(kind)
     between(net, optimizer)
@@ -196,8 +180,7 @@ def test_without_it_the_step_is_another(between):
     net, optimizer, _ = trained("Adam")
     reference, new, saved = trained("Adam")
     between(net, optimizer)
-    if not optimizer._stepper.folded():
-        net.load_state_dict(saved[0])
+    net.load_state_dict(saved[0])
     try:
         step(net, optimizer, 2)
     except (RuntimeError, AssertionError):
@@ -249,15 +232,13 @@ def test_where_the_step_raised_and_the_error_is_kept(small_bytes, loads):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("block", ["accumulate", "paused", "norm_pass", "fold"])
-@pytest.mark.without(case=lambda c: c["block"] == "fold" and c["kind"] not in FOLDING)
+@pytest.mark.parametrize("block", ["accumulate", "paused", "norm_pass"])
 def test_in_an_open_block(kind, block):
     net, optimizer, saved = trained(kind)
     blocks = {
         "accumulate": optimizer.accumulate,
         "paused": optimizer.paused,
         "norm_pass": lambda: optimizer.norm_pass(1e-3),
-        "fold": lambda: optimizer.accumulate(fold=True),
     }
     with blocks[block]():
         loss(net, 7).backward()
@@ -327,17 +308,6 @@ def test_while_a_backward_runs(kind):
         assert torch.equal(p, q)
     load(net, optimizer, saved)
     assert_goes_on_as_new(kind, net, optimizer, saved)
-
-
-def test_the_tensors_that_are_folded_into_are_no_checkpoint():
-    net, optimizer, saved = trained("Adam")
-    shared = optimizer.state_dict()
-    folded(net, optimizer)
-    with pytest.raises(ValueError, match="copy.deepcopy"):
-        optimizer.load_state_dict(shared)
-    assert optimizer._stepper.folded()
-    load(net, optimizer, saved)
-    assert_goes_on_as_new("Adam", net, optimizer, saved)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "torch's SGD"])

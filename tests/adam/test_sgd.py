@@ -249,17 +249,6 @@ def test_sparse_gradients_are_refused():
     assert optimizer.in_backward
 
 
-def test_nothing_is_folded():
-    optimizer = ms.SGD(model().parameters(), lr=0.1, momentum=0.9, in_backward=True)
-    with (
-        pytest.raises(ValueError, match=r"cannot be combined with SGD: .* Use accumulate\(\)"),
-        optimizer.accumulate(fold=True),
-    ):
-        pass
-    with pytest.raises(ValueError, match="cannot be combined with SGD"):
-        optimizer.accumulate_when(lambda: True, fold=True)
-
-
 def test_a_copy_goes_on_alike():
     net = model()
     optimizer = ms.SGD(net.parameters(), lr=0.1, momentum=0.9, dampening=0.3, in_backward=True)

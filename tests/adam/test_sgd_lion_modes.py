@@ -88,6 +88,7 @@ def test_accumulated(options):
     assert_same(together, apart)
 
 
+@pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 @pytest.mark.parametrize("options", [{"kind": ms.SGD}, MOMENTUM, LION], ids=str)
 def test_clipped_together(options):
     """By norm_pass() and by clip_global_norm=, as clip_grad_norm_ does."""

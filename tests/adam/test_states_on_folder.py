@@ -313,13 +313,6 @@ def norm_passes(params, optimizer, number):
     optimizer.step()
 
 
-def folds(params, optimizer, number):
-    with optimizer.accumulate(fold=True):
-        backward(params, number)
-    backward(params, number + 10)
-    optimizer.step()
-
-
 def accumulates(params, optimizer, number):
     with optimizer.accumulate():
         backward(params, number)
@@ -344,7 +337,6 @@ def loses_hooks(params, optimizer, number):
 
 LOOPS = {
     "norm_pass": (norm_passes, {}),
-    "fold": (folds, {}),
     "accumulate": (accumulates, {}),
     "clip_global_norm": (accumulates, {"clip_global_norm": 0.5, "in_backward": False}),
     "max_grad_norm": (accumulates, {"max_grad_norm": 0.5}),
@@ -354,6 +346,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loops(tmp_path, loop):
     steps, options = LOOPS[loop]

@@ -82,6 +82,7 @@ def check_step_of_another_thread(nets, optimizers):
         assert torch.equal(p, q)
 
 
+@pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 @pytest.mark.parametrize("finishes", [False, True])
 @pytest.mark.parametrize("kind", [ms.Adam, ms.SGD, ms.Lion])
 def test_a_norm_pass_and_a_backward_of_another_thread(kind, finishes):

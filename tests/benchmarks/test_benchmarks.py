@@ -282,6 +282,7 @@ def test_adam_memory_benchmark_end_to_end(benchmark_of):
         assert peaks["AdamW(grads_on=...), clipped"] < peaks[adam_methods.FUSED]
 
 
+@pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 @pytest.mark.skipif(not _native.available, reason="a minute in pure Python")
 def test_adam_modes_benchmark_end_to_end(densenet, tmp_path, capsys):
     benchmark, modes = (importlib.import_module(name) for name in ("adam_modes", "adam_mode_list"))
@@ -304,8 +305,6 @@ def test_adam_modes_benchmark_end_to_end(densenet, tmp_path, capsys):
                  "bf16 split"):  # fmt: skip
         assert worst[name] < 1e-4, name
     assert worst["bf16 split8"] < 1e-2 < 0.3 < worst["bf16"]
-    assert worst["fp32, accumulate(fold=True)"] < 0.01
-    assert worst["squares of micro-gradients (AdamA)"] > 0.5
     assert worst["torch's clip_grad_norm_, in backward"] > 0.1
     assert worst["fp32, 8-bit states"] < 0.1 < worst["fp32, 8-bit states, spread 3"]
     for mode in modes.OURS:
@@ -325,7 +324,7 @@ def test_adam_modes_benchmark_end_to_end(densenet, tmp_path, capsys):
         assert abs(rows[name]["loss_change"]) < 1e-5
     assert rows["bf16"]["loss_spread"] > 0
     claims = [claim for claim in readme_tables.TABLES if claim.startswith("adam_modes")]
-    assert len(claims) == 8
+    assert len(claims) == 7
     for claim in claims:
         table, caption = readme_tables.TABLES[claim]
         assert "fp32" in table(record)

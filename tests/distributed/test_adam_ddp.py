@@ -329,11 +329,8 @@ def refusals():
     note("stranger", lambda: optimizer.attach(stranger))
     small = DistributedDataParallel(nn.Linear(6, 2))
     asking = ms.AdamW(small.parameters(), in_backward=True)
-    asking.accumulate_when(lambda: True, fold=True)
-    note("folding", lambda: asking.attach(small))
     asking.accumulate_when(lambda: True)
     asking.attach(small)
-    note("fold", lambda: asking.accumulate_when(lambda: True, fold=True))
     note("condition", lambda: small(part(0)).sum().backward())
     note("ordinary", lambda: ms.AdamW(nn.Linear(1, 1).parameters()).attach(ddp))
     return messages
@@ -469,8 +466,6 @@ def test_refusals(results):
         assert "outside of ddp.no_sync()" in messages["not reduced"]
         assert "with ddp.no_sync(), opt.accumulate():" in messages["accumulate"]
         assert "or opt.accumulate_when(), in a backward" in messages["condition"]
-        for name in ("fold", "folding"):
-            assert messages[name].startswith("ValueError: accumulate_when(fold=True) cannot be")
         assert "attached to another optimizer" in messages["twice"]
         assert "opt.attach(ddp, hook=..., state=...)" in messages["hook taken"]
         assert messages["not a ddp"].startswith("TypeError: ddp must be")

@@ -26,6 +26,7 @@ NATIVE = {
 SMALLER = {"fits": {"depth=32": "depth=2", '"24GB"': '"3.4GB"'}}
 
 
+@pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python_blocks_run_one_after_the_other(page, monkeypatch, tmp_path):
     if page.stem in NATIVE and not _native.available:

@@ -544,6 +544,7 @@ def test_checkpoints_and_budgets(backwards, tmp_path):
 # ---- bad input, and faults ----
 
 
+@pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 def test_bad_values(tmp_path):
     net = network()
     with pytest.raises(TypeError, match="grads_on must be None, 'cpu' or a folder, got 3"):

@@ -1,4 +1,4 @@
-// Every step and fold of the CUDA sources beside the CPU's, bit for bit.
+// Every step of the CUDA sources beside the CPU's, bit for bit.
 #include <cstdio>
 
 #include "adam_tensors.h"
@@ -40,29 +40,24 @@ class Steps {
   Steps(const Format& format, uint64_t seed, bool finite)
       : format_(format), generator_(seed), finite_(finite) {}
 
-  void add(size_t numel, int variant, int offset = 0, Operand shifted = kOperands,
-           bool with_grad = true) {
-    tensors_.emplace_back(format_, numel, offset, shifted, generator_, with_grad, finite_);
+  void add(size_t numel, int variant, int offset = 0, Operand shifted = kOperands) {
+    tensors_.emplace_back(format_, numel, offset, shifted, generator_, finite_);
     variants_.push_back(kVariants[variant]);
     variants_.back().options.rule = format_.rule;
   }
 
-  void step(const char* what, StepPhase phase = StepPhase::kWhole) {
-    if (phase != StepPhase::kFold && phase != StepPhase::kClose) ++step_;
-    std::vector<float> counts;
-    for (size_t i = 0; i < tensors_.size(); ++i) {
-      counts.push_back(static_cast<float>(step_) - (is_fold(phase) ? 1 : 0));
-    }
+  void step(const char* what) {
+    ++step_;
+    const auto count = static_cast<float>(step_);
     for (const bool on_device : {false, true}) {
       std::vector<Item> items;
       for (size_t i = 0; i < tensors_.size(); ++i) {
         const Variant& variant = variants_[i];
         Item item = tensors_[i].item(on_device);
-        item.phase = phase;
         item.position = static_cast<uint32_t>(3 * i);
         item.step = step_;
         if (on_device && variant.on_device) {
-          item.device_step = &counts[i];
+          item.device_step = &count;
           item.device_lr = &kLr;
         }
         if (variant.with_factor) item.factor = &variant.factor;
@@ -73,15 +68,7 @@ class Steps {
       const auto& kernels = on_device ? cuda_kernels : adam_on_cpu();
       kernels.step(items.data(), static_cast<int64_t>(items.size()), nullptr);
     }
-    const bool packed = phase == StepPhase::kFirstFold || phase == StepPhase::kFold;
-    for (const Tensor& tensor : tensors_) tensor.compare(what, packed);
-  }
-
-  void fold_and_close(const char* what) {
-    for (const StepPhase phase : {StepPhase::kFirstFold, StepPhase::kFold, StepPhase::kClose}) {
-      step(what, phase);
-      for (Tensor& tensor : tensors_) tensor.draw_grad(generator_, finite_);
-    }
+    for (const Tensor& tensor : tensors_) tensor.compare(what);
   }
 
  private:
@@ -106,11 +93,10 @@ void add_sizes(Steps& steps, const Format& format) {
       steps.add(numel, (operand + static_cast<int>(numel)) % 2, 1, shifted);
     }
     steps.add(numel, 0);
-    steps.add(numel, 1, 0, kOperands, false);
   }
 }
 
-void run_whole(const Format& format, bool large) {
+void run_format(const Format& format, bool large) {
   Steps sizes(format, 1, false);
   add_sizes(sizes, format);
   sizes.step("sizes");
@@ -128,14 +114,6 @@ void run_whole(const Format& format, bool large) {
   longest.step("long chunks");
 }
 
-void run_folds(const Format& format, bool large) {
-  Steps folds(format, 5, true);
-  add_sizes(folds, format);
-  for (int i = 0; i < 2 * kVariantCount; ++i) folds.add(500 + i, i % kVariantCount, i & 1);
-  if (large) folds.add(300'001, 0);
-  folds.fold_and_close("folds");
-}
-
 // Of a part, each combination in one of the orders.
 void run_all(const Options& options, size_t order) {
   using memsave_ext::adam::Combination;
@@ -146,7 +124,7 @@ void run_all(const Options& options, size_t order) {
     if (options.part && number++ % options.orders.size() != order) continue;
     const Format format = {combination.param, combination.format, combination.states,
                            combination.rule};
-    combination.closes ? run_folds(format, options.large) : run_whole(format, options.large);
+    run_format(format, options.large);
   }
 }
 

@@ -14,7 +14,6 @@ using memsave_ext::adam::ParamFormat;
 using memsave_ext::adam::row;
 using memsave_ext::adam::Rule;
 using memsave_ext::adam::StateFormat;
-using memsave_ext::adam::StepPhase;
 using memsave_ext::vector::DType;
 
 struct Format {
@@ -78,24 +77,18 @@ class Tensor {
  public:
   // Offset: of the operand `shifted`, or of each where that is kOperands.
   Tensor(const Format& format, size_t numel, int offset, Operand shifted, Generator& generator,
-         bool with_grad = true, bool finite = true)
+         bool finite = true)
       : format_(format), numel_(numel) {
     const auto blocks = in_blocks(format) ? memsave_ext::adam::blocks_of(format.states, numel) : 0;
     for (int i = 0; i < kOperands; ++i) {
       const auto operand = static_cast<Operand>(i);
-      if (!has(format, operand) || (operand == kGrad && !with_grad)) continue;
+      if (!has(format, operand)) continue;
       const bool scale = operand == kScale || operand == kScaleSq;
       const size_t shift = shifted == kOperands || shifted == operand ? offset : 0;
       cpu_[i] = Memory(stored(format, operand), scale ? blocks : numel, shift);
       fill(cpu_[i], operand, generator, finite);
       device_[i] = cpu_[i].copy();
     }
-  }
-
-  void draw_grad(Generator& generator, bool finite) {
-    if (cpu_[kGrad].at() == nullptr) return;
-    fill(cpu_[kGrad], kGrad, generator, finite);
-    memcpy(device_[kGrad].at(), cpu_[kGrad].at(), cpu_[kGrad].bytes());
   }
 
   Item item(bool on_device) const {
@@ -116,12 +109,11 @@ class Tensor {
     return item;
   }
 
-  // nan_bits: where NaN may be packed moments.
-  void compare(const char* what, bool nan_bits) const {
+  void compare(const char* what) const {
     for (int i = 0; i < kOperands; ++i) {
       if (cpu_[i].at() == nullptr) continue;
       cpu_[i].written_elsewhere();
-      const int64_t at = first_difference(cpu_[i], device_[i], nan_bits);
+      const int64_t at = first_difference(cpu_[i], device_[i]);
       checks += static_cast<int64_t>(cpu_[i].count());
       if (at < 0) continue;
       fail(

@@ -116,13 +116,13 @@ class Memory {
   std::unique_ptr<char[]> block_;
 };
 
-// The first value whose bits differ, other than two NaN, or -1. NaN as bits, too, if `nan_bits`.
-inline int64_t first_difference(const Memory& a, const Memory& b, bool nan_bits = false) {
+// The first value whose bits differ, other than two NaN, or -1.
+inline int64_t first_difference(const Memory& a, const Memory& b) {
   if (memcmp(a.at(), b.at(), a.bytes()) == 0) return -1;
   const size_t size = bytes_of(a.type());
   for (size_t i = 0; i < a.count(); ++i) {
     if (memcmp(a.at() + i * size, b.at() + i * size, size) == 0) continue;
-    if (!nan_bits && std::isnan(a.get(i)) && std::isnan(b.get(i))) continue;
+    if (std::isnan(a.get(i)) && std::isnan(b.get(i))) continue;
     return static_cast<int64_t>(i);
   }
   return -1;

@@ -25,7 +25,7 @@ import build_units
 FOLDER = ROOT / "build" / "emulation-operators"
 BATCH_NORM = ["", "_ops", "_errors", "_once", "_cuda", "_parts_cuda"]
 ADAM = ["", "_op", "_formats", "_modes", "_rounding", "_states", "_clipping", "_loss_scaling"]
-ADAM += ["_folding", "_views", "_format_rows", "_in_backward", "_hooks", "_exact_cuda", "_cuda"]
+ADAM += ["_views", "_format_rows", "_in_backward", "_hooks", "_exact_cuda", "_cuda"]
 ADAM += ["_modes_cuda", "_rows", "_rows_graphs", "_rows_whole"]
 TESTS = ["emulation/sanitized_kernels.py"]
 TESTS += [f"batch_norm/test_batch_norm{name}.py" for name in BATCH_NORM]

@@ -158,9 +158,9 @@ BUGS = [
     ),
     Bug(
         "an element too few",
-        "adam/cuda/fold_kernels.cu",
-        "fold_vectors<M, false, 1>(tensor, last, end, c, random);",
-        "fold_vectors<M, false, 1>(tensor, last, end - 1, c, random);",
+        "adam/cuda/step.cuh",
+        "step_vectors<M, 1>(tensor, last, end, c, random);",
+        "step_vectors<M, 1>(tensor, last, end - 1, c, random);",
     ),
     Bug(
         "a border of chunks",
@@ -170,9 +170,9 @@ BUGS = [
     ),
     Bug(
         "random bits of another element",
-        "adam/cuda/fold_kernels.cu",
-        "drawn.of(w * kWord + k)",
-        "drawn.of(k)",
+        "adam/cuda/step.cuh",
+        "const int drawn = w % Draws::kWords;",
+        "const int drawn = 0 * w;",
     ),
     Bug(
         "fewer threads allowed than launched",

@@ -74,7 +74,7 @@ def clip_factor(grads: list[Tensor], limit: float | None) -> float:
 def too_far(param: Tensor, oracle: Oracle, storage: str, dtype: torch.dtype) -> str:
     """Nothing, or how far a parameter is from the oracle's and how far it may be. ``storage``:
     "exact", "bf16" (rounded to nearest or at random), "split", "split8", "states" (of
-    bfloat16), "8bit", "4bit", "fold"; several joined by "+"."""
+    bfloat16), "8bit", "4bit"; several joined by "+"."""
     if oracle.step == 0:
         return "" if torch.equal(wide(param), oracle.param) else "it was stepped without a gradient"
     if not param.numel():
@@ -93,12 +93,8 @@ def too_far(param: Tensor, oracle: Oracle, storage: str, dtype: torch.dtype) -> 
     # Where weight decay cancels a gradient, Adam magnifies what rounding left of it.
     excess = (ours - oracle.param).abs() - 4 * ULP[real] * oracle.error
     worst = float(excess.max())
-    # Of sums that cancel, fewer bits than of their parts leave anything.
-    lost = ULP.get(dtype, ULP[real]) * oracle.error if "fold" in storage else 0 * ours
-    clear = lost < 0.1 * oracle.path
-    count = max(1, int(clear.sum()))
-    distance = float((ours - oracle.param)[clear].norm()) / math.sqrt(count)
-    coarse = {"4bit": 0.6, "8bit": 0.3, "states": 0.1, "fold": 0.1}
+    distance = float((ours - oracle.param).norm()) / math.sqrt(ours.numel())
+    coarse = {"4bit": 0.6, "8bit": 0.3, "states": 0.1}
     if of_path := [share for name, share in coarse.items() if name in storage]:
         allowed = bound + oracle.path * of_path[0]
         return f"distance {distance:.3g}, allowed {allowed:.3g}" if distance > allowed else ""

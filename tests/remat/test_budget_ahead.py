@@ -276,7 +276,6 @@ def tracked(model, optimizer, x, block):
 
 GRADIENTS = {
     "added up": lambda optimizer: optimizer.accumulate(),
-    "folded": lambda optimizer: optimizer.accumulate(fold=True),
     "kept": lambda optimizer: optimizer.paused(keep=True),
     "dropped": lambda optimizer: optimizer.paused(),
 }

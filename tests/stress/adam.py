@@ -157,9 +157,9 @@ class Training:
         around: Any = contextlib.nullcontext()
         if self.in_backward and not last:
             if case["accumulate_when"]:
-                optimizer.accumulate_when(lambda: True, fold=case["fold"])
+                optimizer.accumulate_when(lambda: True)
             else:
-                around = optimizer.accumulate(fold=case["fold"])
+                around = optimizer.accumulate()
         elif self.in_backward and case["accumulate_when"]:
             optimizer.accumulate_when(None)
         if case["norm_pass"] and optimizer.in_backward:
@@ -207,13 +207,13 @@ def storage(case: Case, dtype: torch.dtype) -> str:
     if case["state_dtype"]:
         coded = case["state_dtype"] in ("8bit", "4bit")
         parts.append(case["state_dtype"] if coded else "states")
-    return "+".join([*parts, "fold"] if case["fold"] else parts)
+    return "+".join(parts)
 
 
 def check(case: Case) -> str:
     trainings = [Training(case, in_backward) for in_backward in (True, False)]
     oracles = [[Oracle(p) for p in training.params] for training in trainings]
-    bitwise = not case["fold"] and not case["norm_pass"]
+    bitwise = not case["norm_pass"]
     for number in range(case["steps"]):
         for training, own in zip(trainings, oracles, strict=True):
             if case["interlude"] and case["interlude"][1] == number:

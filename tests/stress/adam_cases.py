@@ -18,7 +18,7 @@ DEFAULTS: Case = {
     "bf16": None, "state_dtype": None, "amsgrad": False, "maximize": False, "weight_decay": 0.0,
     "decoupled": False, "eps": 1e-8, "betas": (0.9, 0.999), "lr_tensor": False, "scheduler": None,
     "max_grad_norm": None, "clip_global_norm": None, "norm_pass": False, "scaler": False,
-    "micro": 1, "fold": False, "accumulate_when": False, "small_bytes": 1 << 16,
+    "micro": 1, "accumulate_when": False, "small_bytes": 1 << 16,
     "bucket_bytes": 1 << 20, "add_group": None, "interlude": None, "zero_to_none": True,
     "missing": False, "seed": 0, "kinds": False,
 }  # fmt: skip
@@ -47,7 +47,6 @@ def generate(seed: int, without: list[str]) -> Case:
         "norm_pass": some(True, 0.15, False),
         "scaler": some(True, 0.15, False),
         "micro": some(rng.choice([2, 3]), 0.4, 1),
-        "fold": some(True, 0.5, False),
         "accumulate_when": some(True, 0.4, False),
         "small_bytes": rng.choice([0, 100, 1 << 16]),
         "bucket_bytes": rng.choice([0, 64, 1 << 20]),
@@ -86,9 +85,6 @@ def settled(case: Case) -> Case:
         case["norm_pass"] = False
     if case["norm_pass"]:
         case["micro"] = 1
-    refuses = ("max_grad_norm", "clip_global_norm", "state_dtype")
-    if case["scaler"] or case["micro"] == 1 or any(case[name] is not None for name in refuses):
-        case["fold"] = False
     if case["scaler"] and case["interlude"]:
         case["interlude"] = None
     if case["bf16"] in ("split", "split8") and case["interlude"] and case["interlude"][0] == "fp32":

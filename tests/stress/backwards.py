@@ -1,5 +1,5 @@
 """Concurrent backwards from several threads, into one parameter and into several: plain ones,
-accumulated, folded, through regions. Made for sanitizers, too: races and freed memory are theirs
+accumulated, through regions. Made for sanitizers, too: races and freed memory are theirs
 to see, sums are compared here."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HOW = ["plain", "checkpoint", "checkpoint", "explicit", "nested", "batch_norm"]
 
 def generate(seed: int, without: list[str]) -> Case:
     rng = random.Random(seed)
-    modes = [m for m in ("gradients", "accumulate", "fold", "step") if m not in without]
+    modes = [m for m in ("gradients", "accumulate", "step") if m not in without]
     mode = rng.choice(modes)
     how = [rng.choice([h for h in HOW if h not in without]) for _ in range(rng.choice([2, 3, 8]))]
     return {
@@ -83,10 +83,6 @@ def at_once(works: list[Callable[[], None]]) -> list[BaseException]:
 
 
 def check(case: Case) -> str:
-    if case["shared"] and case["mode"] == "fold" and not ms._native.available:
-        # torch adds to a gradient under a lock that Python cannot take, while a hook of another
-        # thread's backward takes that gradient away: documented as not to be done.
-        return "refused: one parameter's gradients are folded by several threads"
     dtype = getattr(torch, case["dtype"])
     threads, size = len(case["how"]), case["size"]
     count = 1 if case["shared"] else threads
@@ -113,10 +109,7 @@ def check(case: Case) -> str:
         for i, own in enumerate(inputs):
             for x in own if mode != "step" else own[:1]:
                 totals[i % count] += x
-        around: Any = contextlib.nullcontext()
-        if mode in ("accumulate", "fold"):
-            around = optimizer.accumulate(fold=mode == "fold")
-        with around:
+        with optimizer.accumulate() if mode == "accumulate" else contextlib.nullcontext():
             errors = at_once([lambda i=i: work(i) for i in range(threads)])
         if errors:
             return f"error: {type(errors[0]).__name__}: {errors[0]}"
@@ -131,7 +124,7 @@ def check(case: Case) -> str:
                 total, lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False,
                 maximize=False, decoupled=False, parts=total,
             )  # fmt: skip
-            if wrong := too_far(weight, oracle, "fold" if mode == "fold" else "", dtype):
+            if wrong := too_far(weight, oracle, "", dtype):
                 return f"wrong: {wrong}"
     return ""
 

@@ -16,31 +16,22 @@ namespace {
 
 constexpr int64_t kGrain = 32768;  // elements; fewer are not worth a thread
 
-cpu::Step step_of(const Item& item) {
-  if (is_fold(item.phase)) {
-    return cpu::loops().folds[static_cast<int>(item.param_type)];
-  }
-  return cpu::loops().steps[item.combination()];
-}
-
-Coefficients<double> coefficients_of(const Options& o, double step, StepPhase phase,
-                                     double factor) {
-  if (is_sgd(o.rule)) return coefficients<Rule::kMomentum>(o, o.lr, step, {}, phase, factor);
-  if (o.rule == Rule::kLion) return coefficients<Rule::kLion>(o, o.lr, step, {}, phase, factor);
-  return coefficients<Rule::kAdam>(o, o.lr, step, powers(o, step), phase, factor);
+Coefficients<double> coefficients_of(const Options& o, double step, double factor) {
+  if (is_sgd(o.rule)) return coefficients<Rule::kMomentum>(o, o.lr, step, {}, factor);
+  if (o.rule == Rule::kLion) return coefficients<Rule::kLion>(o, o.lr, step, {}, factor);
+  return coefficients<Rule::kAdam>(o, o.lr, step, powers(o, step), factor);
 }
 
 // Caches the coefficients of the last few items, which alternate between parameter groups.
 class RecentCoefficients {
  public:
   const Coefficients<double>& of(const Item& item) {
-    const Key key = {item.options, item.step, item.phase,
-                     item.factor != nullptr ? *item.factor : 1};
+    const Key key = {item.options, item.step, item.factor != nullptr ? *item.factor : 1};
     for (const Entry& entry : entries_) {
       if (entry.key == key) return entry.values;
     }
     Entry& entry = entries_[next_++ % kEntries];
-    entry = {key, coefficients_of(*key.options, key.step, key.phase, key.factor)};
+    entry = {key, coefficients_of(*key.options, key.step, key.factor)};
     return entry.values;
   }
 
@@ -50,12 +41,10 @@ class RecentCoefficients {
   struct Key {
     const Options* options = nullptr;
     double step;
-    StepPhase phase;
     double factor;
 
     bool operator==(const Key& other) const {
-      return options == other.options && step == other.step && phase == other.phase &&
-             factor == other.factor;
+      return options == other.options && step == other.step && factor == other.factor;
     }
   };
 
@@ -81,7 +70,7 @@ void step_range(const Item* item, int64_t begin, int64_t end) {
   for (int64_t start = 0; start < end; start += item->numel, ++item) {
     const int64_t from = cut(*item, begin - start), to = cut(*item, end - start);
     if (from >= to || (item->skip != nullptr && *item->skip != 0)) continue;
-    step_of (*item)(*item, from, to, coefficients.of(*item));
+    cpu::loops().steps[item->combination()](*item, from, to, coefficients.of(*item));
   }
 }
 

@@ -19,7 +19,6 @@ using SumSquares = double (*)(const void* values, int64_t count);
 
 struct Loops {
   KernelTable<Step> steps;
-  Step folds[vector::kDTypes];  // of micro-gradients into float or double states
   SumSquares sum_squares[vector::kDTypes];
 };
 

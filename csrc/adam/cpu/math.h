@@ -103,9 +103,6 @@ struct Math {
   static MEMSAVE_EXT_INLINED isa::Bits number_bits(Floats v) {
     return v != v ? isa::Bits{} + 0x7fc00000u : (isa::Bits)v;
   }
-  static MEMSAVE_EXT_INLINED Wide number_bits(Doubles v) {
-    return v != v ? Wide{} + (uint64_t{0x7ff8} << 48) : (Wide)v;
-  }
   static MEMSAVE_EXT_INLINED isa::Bits signed_upper(isa::Bits bits) {
     return (isa::Bits)((isa::Vector<int32_t, isa::kLanes<float>>)bits >> 16);
   }
@@ -196,30 +193,6 @@ struct Math {
     const Wide product = (b & 0xffffffffu) * a;
     return {product >> 32, product};
 #endif
-  }
-
-  // random: 16 random bits in each lane.
-  static MEMSAVE_EXT_INLINED Floats pack(Packed<Floats> moments, isa::Bits random) {
-    const Floats squares = moments.exp_avg_sq;
-    const isa::Bits rounded = (bits(squares) + (random >> 1)) >> 15;
-    const isa::Bits low = squares != squares ? isa::Bits{} + 0xff80u : rounded & 0xffffu;
-    return from_bits(isa::bfloat16_bits(moments.exp_avg) << 16 | low);
-  }
-
-  static MEMSAVE_EXT_INLINED Packed<Floats> unpack(Floats packed) {
-    const isa::Bits both = bits(packed);
-    return {from_bits(both & 0xffff0000u), from_bits((both & 0xffffu) << 15)};
-  }
-
-  static MEMSAVE_EXT_INLINED Doubles pack(Packed<Doubles> moments, isa::Bits) {
-    const Wide squares = number_bits(moments.exp_avg_sq) & ~(uint64_t{1} << 63);
-    return (Doubles)(rounded_bits<32>(number_bits(moments.exp_avg)) << 32 |
-                     rounded_bits<31>(squares));
-  }
-
-  static MEMSAVE_EXT_INLINED Packed<Doubles> unpack(Doubles packed) {
-    const Wide both = (Wide)packed;
-    return {(Doubles)(both >> 32 << 32), (Doubles)((both & 0xffffffffu) << 31)};
   }
 
  private:

@@ -18,7 +18,6 @@ constexpr int64_t kGrain = 4;     // chunks; fewer are not worth a thread
 int64_t chunks_of(const Item& item) { return (item.numel + kChunk - 1) / kChunk; }
 
 double sum_chunk(const Item& item, int64_t chunk) {
-  if (item.grad == nullptr) return 0;
   const int64_t begin = chunk * kChunk;
   const auto* const grad = static_cast<const char*>(item.grad);
   return loops().sum_squares[static_cast<int>(item.param_type)](

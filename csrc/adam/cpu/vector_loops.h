@@ -18,10 +18,6 @@ struct Broadcast {
   }
 };
 
-// Stands in for a gradient that is null.
-template <typename Grad>
-alignas(64) constexpr Grad kZeros[kBlock] = {};
-
 // Calls f(i, size) for the vectors of the elements from begin to end.
 template <int64_t lanes, typename F>
 MEMSAVE_EXT_INLINED inline void for_each_vector(int64_t begin, int64_t end, const F& f) {
@@ -30,9 +26,8 @@ MEMSAVE_EXT_INLINED inline void for_each_vector(int64_t begin, int64_t end, cons
   if (i < end) f(i, isa::Part{end - i});
 }
 
-// Param: Nearest or Short of cpu/formats.h. closes: the phase is kClose, else kWhole. The compiler
-// knows it, because the time for memory does not hide branches in the loop.
-template <typename Param, typename States, Rule rule, bool closes>
+// Param: Nearest or Short of cpu/formats.h.
+template <typename Param, typename States, Rule rule>
 __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
                                    const Coefficients<double>& scalars) {
   using V = typename Param::Vector;
@@ -44,8 +39,7 @@ __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
   // one loop too few vectors would be in flight.
   constexpr bool in_halves = States::kInBlocks && rule == Rule::kAdam;
   constexpr bool in_chunks = States::kInBlocks || Param::kRandom || States::kRandom;
-  auto c = convert<V>(scalars, Broadcast<V>{});
-  c.phase = closes ? StepPhase::kClose : StepPhase::kWhole;
+  const auto c = convert<V>(scalars, Broadcast<V>{});
   const Param param(item.param, item.param_low_part);
   States states(item);
   Noise of_param, of_moments;
@@ -73,10 +67,10 @@ __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
   };
 
   const auto* const grads = static_cast<const Grad*>(item.grad);
-  const int64_t chunk = in_chunks || grads == nullptr ? kBlock : end - begin;
+  const int64_t chunk = in_chunks ? kBlock : end - begin;
   for (int64_t from = begin; from < end; from += chunk) {
     const int64_t to = end - from < chunk ? end : from + chunk;
-    const Grad* const grad = grads != nullptr ? grads + from : kZeros<Grad>;
+    const Grad* const grad = grads + from;
     if constexpr (Param::kRandom) draw(item, Draw::kParam, from, to, of_param);
     if constexpr (States::kRandom) draw(item, Draw::kMoments, from, to, of_moments);
     states.open(from, to);
@@ -94,45 +88,6 @@ __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
   }
 }
 
-// Folds micro-gradients into the moments, whose type is the one that gradients are computed in.
-template <typename Grad>
-__attribute__((flatten)) void fold_grads(const Item& item, int64_t begin, int64_t end,
-                                         const Coefficients<double>& scalars) {
-  using V = isa::Lanes<Grad>;
-  using State = Nearest<vector::ValueOf<Grad>>;
-  constexpr int64_t lanes = isa::kLanes<Grad>;
-  const auto c = convert<V>(scalars, Broadcast<V>{});
-  const bool first = c.phase == StepPhase::kFirstFold;
-  constexpr bool random = std::is_same_v<V, Floats>;  // packing rounds exp_avg_sq at random
-  const auto* const grad = static_cast<const Grad*>(item.grad);
-  const State exp_avg(item.exp_avg), exp_avg_sq(item.exp_avg_sq);
-  Noise noise;
-
-  const auto fold_at = [&](int64_t i, int64_t offset, auto size) MEMSAVE_EXT_INLINED {
-    Values<V> x{};
-    x.exp_avg = exp_avg.load(i, size);
-    if (first) x.exp_avg_sq = exp_avg_sq.load(i, size);
-    const V micro_grad = grad == nullptr ? V{} : isa::load(grad + i, size);
-    isa::Bits bits{};
-    if constexpr (random) {
-      if (first) bits = random_bits(noise.bits + offset);
-    }
-    fold<Math>(c, micro_grad, x, bits);
-    exp_avg.store(i, x.exp_avg, size, nullptr);
-    if (first) exp_avg_sq.store(i, x.exp_avg_sq, size, nullptr);
-  };
-  for (int64_t from = begin; from < end; from += kBlock) {
-    const int64_t to = end - from < kBlock ? end : from + kBlock;
-    if (first && random) draw(item, Draw::kMoments, from, to, noise);
-    for_each_vector<lanes>(from, to, [&](int64_t i, auto size) MEMSAVE_EXT_INLINED {
-      prefetch(grad + i);
-      exp_avg.prefetch_at(i);
-      if (first) exp_avg_sq.prefetch_at(i);
-      fold_at(i, i - from, size);
-    });
-  }
-}
-
 struct StepSource {
   static constexpr bool makes(const Combination&) { return true; }
 
@@ -140,15 +95,7 @@ struct StepSource {
   static constexpr Step kernel() {
     constexpr Combination c = Combination::at(index);
     using Storage = vector::StorageOf<c.param>;
-    return step<Param<c.format, Storage>, States<c.states, Storage, row(c.rule).moments>, c.rule,
-                c.closes>;
-  }
-};
-
-struct FoldSource {
-  template <DType dtype>
-  static constexpr Step kernel() {
-    return fold_grads<vector::StorageOf<dtype>>;
+    return step<Param<c.format, Storage>, States<c.states, Storage, row(c.rule).moments>, c.rule>;
   }
 };
 
@@ -214,7 +161,6 @@ struct SquaresSource {
 constexpr Loops all_loops() {
   Loops loops{};
   fill<StepSource>(loops.steps);
-  fill<FoldSource>(loops.folds);
   fill<SquaresSource>(loops.sum_squares);
   return loops;
 }

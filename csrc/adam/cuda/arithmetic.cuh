@@ -18,12 +18,6 @@ __device__ __forceinline__ uint32_t float_bits(float value) {
   return value == value ? __float_as_uint(value) : 0x7fc00000u;
 }
 
-// Likewise of a double, which is still a NaN without its lower bits.
-__device__ __forceinline__ uint64_t double_bits(double value) {
-  return value == value ? static_cast<uint64_t>(__double_as_longlong(value))
-                        : uint64_t{0x7ff8} << 48;
-}
-
 // The values of IEEE: by intrinsics, whatever flags compile this, except for the quotient, which
 // must not be compiled with fast division.
 struct Math {
@@ -82,27 +76,6 @@ struct Math {
     return __float_as_uint(__fadd_rz(x, 0x1p23f)) & 0xff;
   }
 
-  static __device__ __forceinline__ float pack(Packed<float> x, uint32_t random) {
-    const uint32_t upper = __bfloat16_as_ushort(__float2bfloat16_rn(x.exp_avg));
-    const uint32_t lower = ((float_bits(x.exp_avg_sq) & 0x7fffffffu) + (random >> 1)) >> 15;
-    return __uint_as_float(upper << 16 | lower);
-  }
-  static __device__ __forceinline__ Packed<float> unpack(float x) {
-    const uint32_t packed = __float_as_uint(x);
-    return {__uint_as_float(packed & 0xffff0000u), __uint_as_float((packed & 0xffff) << 15)};
-  }
-  static __device__ __forceinline__ double pack(Packed<double> x, uint32_t) {
-    const uint64_t squares = double_bits(x.exp_avg_sq) & ~(uint64_t{1} << 63);
-    const uint64_t packed =
-        rounded_bits<32>(double_bits(x.exp_avg)) << 32 | rounded_bits<31>(squares);
-    return __longlong_as_double(static_cast<long long>(packed));
-  }
-  static __device__ __forceinline__ Packed<double> unpack(double x) {
-    const auto packed = static_cast<uint64_t>(__double_as_longlong(x));
-    return {__longlong_as_double(static_cast<long long>(packed >> 32 << 32)),
-            __longlong_as_double(static_cast<long long>((packed & 0xffffffffu) << 31))};
-  }
-
   struct Halves {
     uint32_t high, low;
   };
@@ -148,14 +121,12 @@ template <typename Value, Rule rule, bool clamps = false>
 __device__ __forceinline__ Start<Value> start_of(const Batch& batch, const BatchedTensor& tensor) {
   const Recipe& recipe = batch.recipes[tensor.recipe];
   const bool on_device = tensor.device_step != nullptr;
-  double step = recipe.step;
-  if (on_device) step = *tensor.device_step + (is_fold(recipe.phase) ? 1 : 0);
+  const double step = on_device ? *tensor.device_step : recipe.step;
   const double lr = recipe.device_lr != nullptr ? *recipe.device_lr : recipe.options.lr;
   const double factor = tensor.factor != nullptr ? *tensor.factor : 1;
   Powers of_step{};
   if constexpr (is_adam(rule)) of_step = on_device ? powers(recipe.options, step) : recipe.powers;
-  Coefficients<double> c =
-      coefficients<rule>(recipe.options, lr, step, of_step, recipe.phase, factor);
+  Coefficients<double> c = coefficients<rule>(recipe.options, lr, step, of_step, factor);
   if constexpr (!clamps) c.update_bound = 0;
   return {convert<Value>(c, Rounded<Value>{}), static_cast<uint32_t>(step)};
 }

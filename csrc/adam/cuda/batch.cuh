@@ -55,7 +55,6 @@ struct Recipe {
   double step;
   Powers powers;  // of `step`; unset where the step is on the device
   const float* device_lr;
-  StepPhase phase;
   uint32_t first_block;  // 0, but for a part of a parameter, which is launched alone
 };
 
@@ -137,7 +136,7 @@ class Batcher {
     for (; i < recipe_count_; ++i) {
       const Recipe& recipe = batch_.recipes[i];
       if (item.options == options_[i] && item.device_lr == recipe.device_lr &&
-          item.phase == recipe.phase && item.first_block == recipe.first_block &&
+          item.first_block == recipe.first_block &&
           (item.device_step != nullptr || item.step == recipe.step)) {
         break;
       }
@@ -150,7 +149,6 @@ class Batcher {
     Recipe& recipe = batch_.recipes[recipe_count_++];
     recipe.options = *item.options;
     recipe.device_lr = item.device_lr;
-    recipe.phase = item.phase;
     recipe.first_block = static_cast<uint32_t>(item.first_block);
     recipe.step = item.device_step != nullptr ? 0 : item.step;  // 0 is no item's `step`
     if (item.device_step == nullptr) recipe.powers = powers(*item.options, item.step);

@@ -24,7 +24,6 @@ struct Mode {
   static constexpr bool kHasLowPart = kLowPart != Element::kNone;
   static constexpr bool kRandomParam = row(format).at_random;
   static constexpr bool kRandomStates = row(states).at_random;
-  static constexpr bool kFolds = row(rule).folds && sizeof(State) >= 4 && !in_blocks(states);
   // Elements that a thread takes at once: 16 bytes of a state; with random bits, the 8 of one draw.
   static constexpr int kSize =
       kRandomParam || kRandomStates || in_blocks(states) ? 8 : 16 / static_cast<int>(sizeof(State));
@@ -32,7 +31,7 @@ struct Mode {
   // would take more than 64 registers.
   static constexpr int kMinBlocks =
       kMoments > 2 && kRandomStates && (kRandomParam || sizeof(Param) == 4) ? 3
-      : vector::kIsBlackwell && rule == Rule::kLion && sizeof(Param) == 8   ? 5
+      : rule == Rule::kLion && sizeof(Param) == 8                           ? 5
                                                                             : 0;
   // Elements in a word: 2 of 16 bits, so that a word has at least 4 bytes, else 1.
   template <int size>

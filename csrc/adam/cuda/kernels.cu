@@ -44,15 +44,10 @@ const StepKernels& steps_of(StateFormat format) {
   return steps_with<static_cast<StateFormat>(states)>();
 }
 
-StepKernel kernel_for(const Item& item) {
-  if (is_fold(item.phase)) return fold_kernel_of(item.param_type);
-  return steps_of(item.state_format)[item.combination()];
-}
-
 void launch_steps(const Item* items, int64_t count, void* stream) {
   std::vector<StepKernel> kernels(count), distinct;
   for (int64_t i = 0; i < count; ++i) {
-    kernels[i] = kernel_for(items[i]);
+    kernels[i] = steps_of(items[i].state_format)[items[i].combination()];
     if (std::find(distinct.begin(), distinct.end(), kernels[i]) == distinct.end()) {
       distinct.push_back(kernels[i]);
     }

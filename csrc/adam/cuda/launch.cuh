@@ -21,10 +21,6 @@ using StepKernels = KernelTable<StepKernel>;
 template <StateFormat states>
 const StepKernels& steps_with();
 
-// Returns the fold kernel for parameters of this type. Neither the parameter nor amsgrad's state
-// takes part in a fold.
-StepKernel fold_kernel_of(DType param);
-
 void launch_measure(const Item* items, int64_t count, const Measure& measure, void* workspace,
                     void* stream);
 int64_t measure_workspace(const Item* items, int64_t count);

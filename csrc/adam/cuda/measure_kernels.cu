@@ -230,9 +230,8 @@ void for_batches(const Item* items, int64_t count, const Measure& measure, const
     uint32_t chunks = 0;
     for (int64_t i = first; i < count && batch.count < MeasuredBatch::kTensors; ++i) {
       const Item& item = items[i];
-      const int64_t numel = item.grad != nullptr ? item.numel : 0;
-      batch.tensors[batch.count++] = {item.grad, numel, chunks, item.param_type};
-      chunks += static_cast<uint32_t>(chunks_of(numel, kChunk));
+      batch.tensors[batch.count++] = {item.grad, item.numel, chunks, item.param_type};
+      chunks += static_cast<uint32_t>(chunks_of(item.numel, kChunk));
     }
     launch(batch, chunks);
   }

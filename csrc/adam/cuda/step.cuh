@@ -25,8 +25,7 @@ __device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_
     if constexpr (M::kHasLowPart) {
       param.low_part = vector::load<typename Param::LowPart>(tensor.param_low_part, i);
     }
-    typename Param::Stored grad{};
-    if (tensor.grad != nullptr) grad = vector::load<typename Param::Stored>(tensor.grad, i);
+    const auto grad = vector::load<typename Param::Stored>(tensor.grad, i);
     State exp_avg, exp_avg_sq, max_exp_avg_sq;
     if constexpr (M::kMoments > 0) {
       exp_avg.stored = vector::load<typename State::Stored>(tensor.exp_avg, i);
@@ -89,23 +88,12 @@ __global__ void __launch_bounds__(kThreads, M::kMinBlocks)
   const Random random(batch, tensor, shared.step);
   const int64_t end = chunk.begin + chunk.count;
   const int64_t last = takes_vectors<M>(tensor) ? end / M::kSize * M::kSize : chunk.begin;
-  const auto step = [&](const Coefficients<typename M::Value>& c) {
-    step_vectors<M, M::kSize>(tensor, chunk.begin, last, c, random);
-    step_vectors<M, 1>(tensor, last, end, c, random);
-  };
-  // The compiler knows the phase in each branch: whole steps do not pay for closing ones.
-  Coefficients<typename M::Value> c = shared.coefficients;
-  if (M::kFolds && c.phase == StepPhase::kClose) {
-    c.phase = StepPhase::kClose;
-    step(c);
-  } else {
-    c.phase = StepPhase::kWhole;
-    step(c);
-  }
+  const Coefficients<typename M::Value> c = shared.coefficients;
+  step_vectors<M, M::kSize>(tensor, chunk.begin, last, c, random);
+  step_vectors<M, 1>(tensor, last, end, c, random);
 }
 
-// The kernels for states in this format. The phase is a kernel's argument: one kernel steps with
-// and without `closes`.
+// The kernels for states in this format.
 template <StateFormat states>
 struct StepSource {
   static constexpr bool makes(const Combination& c) { return c.states == states; }

@@ -49,7 +49,7 @@ struct OfThread {
   using Param = Params<M, kOfThread>;
   using Stored = typename Param::Stored;
   Param param;
-  Stored grad{};
+  Stored grad;
   static constexpr bool kJoint = is_joint(M::kStates);
   static constexpr bool kSecond = M::kMoments > 1 && !kJoint;  // exp_avg_sq has codes of its own
   static constexpr int kBits = Coding<M::kStates>::kCodes.bits;
@@ -62,7 +62,7 @@ struct OfThread {
     if constexpr (M::kHasLowPart) {
       param.low_part = vector::load<typename Param::LowPart>(tensor.param_low_part, place);
     }
-    if (tensor.grad != nullptr) grad = vector::load<Stored>(tensor.grad, place);
+    grad = vector::load<Stored>(tensor.grad, place);
     exp_avg = vector::load<CodesOfThread>(tensor.exp_avg, place);
     if constexpr (kSecond) exp_avg_sq = vector::load<CodesOfThread>(tensor.exp_avg_sq, place);
   }
@@ -176,8 +176,7 @@ __global__ void __launch_bounds__(kThreads, 3) blocks_kernel(const __grid_consta
   const bool vectors = params_are_aligned<M, kOfThread>(tensor) &&
                        is_aligned_for<CodesOfThread>(tensor.exp_avg, tensor.exp_avg_sq);
   const int64_t end = (chunk.begin + chunk.count + kBlock - 1) / kBlock;
-  Coefficients<float> c = shared.coefficients;
-  c.phase = StepPhase::kWhole;  // there are no folds into blocks
+  const Coefficients<float> c = shared.coefficients;
 #pragma unroll 1
   for (int64_t i = chunk.begin / kBlock + threadIdx.x / kWarp; i < end; i += kThreads / kWarp) {
     step_block<M>(tensor, i, vectors, c, random);

@@ -20,7 +20,7 @@ from ..place import Place
 from ..precise import total
 from ..rules import is_complete
 from ..shards import sharding_of
-from ..states import StepPhase, check, check_dense, make_state, publish_states
+from ..states import check, check_dense, make_state, publish_states
 from . import hooks
 from .operator import Prepared, of_batch, step, sum_of_squares
 from .records import Records
@@ -31,7 +31,7 @@ class Update(NamedTuple):
 
     param: Tensor
     group: dict[str, Any]
-    grad: Tensor | None  # None where folded gradients are closed without another gradient
+    grad: Tensor
 
 
 class Collector:
@@ -51,7 +51,6 @@ class Collector:
         self._reduced_by_ddp: set[int] = set()
         self._unreduced: set[int] = set()
         self._forget_uses()
-        self.folded, self.forget_folded = self.records.folded, self.records.forget_folded
         self.drop_stale_low_part = self.records.drop_stale_low_part
 
     # called by the stepper
@@ -106,23 +105,22 @@ class Collector:
         return [param for param in self.params() if dtensor.is_dtensor(param)]
 
     def remaining(self, asks: str) -> list[Batch]:
-        """Returns the parameters that have gradients, in ``.grad`` or folded, by device."""
+        """Returns the parameters that have gradients in ``.grad``, by device."""
         stepper = self._stepper()
         assert stepper is not None
         updates = []
         for group in self._groups():
             for param in group["params"]:
-                if param.grad is not None:
-                    flags = (
-                        self._attached and id(param) in self._stepped,
-                        id(param) in self._reduced_by_ddp,
-                        id(param) in self._unreduced,
-                    )
-                    if not stepper.uses_remaining(self._name(param), *flags):
-                        continue
-                if param.grad is not None or self.records.is_folded(self._state_of(param)):
+                if param.grad is None:
+                    continue
+                flags = (
+                    self._attached and id(param) in self._stepped,
+                    id(param) in self._reduced_by_ddp,
+                    id(param) in self._unreduced,
+                )
+                if stepper.uses_remaining(self._name(param), *flags):
                     updates.append(Update(param, group, param.grad))
-        return self.batches(updates, asks, folds=False)
+        return self.batches(updates, asks)
 
     def drop_used(self, batches: list[Batch]) -> None:
         if self._attached:
@@ -142,8 +140,7 @@ class Collector:
             return 0
         backward = self._backwards.get(torch._C._current_graph_task_id())
         waits = backward.waits_for if backward else lambda _: False
-        used = self._stepped | self._folded
-        return sum(id(param) in used and not waits(param) for param in params)
+        return sum(id(param) in self._stepped and not waits(param) for param in params)
 
     def runs_backward(self) -> bool:
         return bool(self._running)
@@ -189,8 +186,6 @@ class Collector:
                 param.grad = None
             return
         if param.grad is not None and id(param) in self._reduced_by_ddp:
-            if self._intake == "fold":
-                raise errors.folds_unreduced()
             self._unreduced.add(id(param))
             return
         if self._intake == "sum" or torch._C._current_graph_task_id() == -1:
@@ -209,8 +204,6 @@ class Collector:
         group = self.group_of(param)
         if group is None:  # the parameter is no longer in param_groups
             return
-        if backward.action == "fold" and backward.waits_for(param):
-            return  # the part of a second checkpoint region, which autograd has added to .grad
         self._check_use(param)
         if self.own_step and param.grad.layout != torch.strided:
             raise errors.sparse_for_own_step()
@@ -237,7 +230,7 @@ class Collector:
 
     def note_uses(self, params: Iterable[Tensor], action: str) -> None:
         """Notes that these take part in the step. Their gradients may still wait in a bucket."""
-        uses = {"step": self._stepped, "fold": self._folded, "measure": self._measured}
+        uses = {"step": self._stepped, "measure": self._measured}
         uses[action].update(id(param) for param in params)
 
     def forget_uses(self, params: Iterable[Tensor]) -> None:
@@ -255,7 +248,7 @@ class Collector:
     def ended(self, backward: Backward) -> None:
         self._running.discard(id(backward))
 
-    def batches(self, updates: Sequence[Update], asks: str, *, folds: bool) -> list[Batch]:
+    def batches(self, updates: Sequence[Update], asks: str) -> list[Batch]:
         """Returns a batch for each device. Missing states are made.
 
         Raises:
@@ -264,21 +257,19 @@ class Collector:
         if not self.own_step:
             for group in {id(group): group for _, group, _ in updates}.values():
                 modes.check_options(group)
-            self._make_and_check_states(updates, folds=folds)
-        return self.on_devices(updates, asks, folds=folds)
+            self._make_and_check_states(updates)
+        return self.on_devices(updates, asks)
 
-    def on_devices(
-        self, updates: Sequence[Update], asks: str = "never", *, folds: bool = False
-    ) -> list[Batch]:
+    def on_devices(self, updates: Sequence[Update], asks: str = "never") -> list[Batch]:
         by_device: dict[torch.device, list[Update]] = {}
         for update in updates:
             by_device.setdefault(update.param.device, []).append(update)
-        return [Batch(self, on_device, asks, folds) for on_device in by_device.values()]
+        return [Batch(self, on_device, asks) for on_device in by_device.values()]
 
-    def prepared(self, updates: list[Update], *, folds: bool) -> list[Prepared]:
+    def prepared(self, updates: list[Update]) -> list[Prepared]:
         """Returns the operator's view of updates: of DTensors the local parts."""
         positions = self.positions()
-        return [self._prepare(u, positions[id(u.param)], folds=folds) for u in updates]
+        return [self._prepare(u, positions[id(u.param)]) for u in updates]
 
     def positions(self) -> dict[int, int]:
         """Returns the position of each parameter in the optimizer, by its id."""
@@ -309,11 +300,10 @@ class Collector:
     def _forget_uses(self) -> None:
         """Begins a step. All are ids of parameters."""
         self._stepped: set[int] = set()  # stepped, or queued
-        self._folded: set[int] = set()  # with gradients folded into the moments
         self._measured: set[int] = set()  # in the norm pass
         self._threads: dict[int, int] = {}  # the thread whose backward uses the gradient
 
-    def _make_and_check_states(self, updates: Sequence[Update], *, folds: bool) -> None:
+    def _make_and_check_states(self, updates: Sequence[Update]) -> None:
         optimizer, fresh = self.optimizer(), []
         try:
             for param, group, grad in updates:
@@ -323,7 +313,7 @@ class Collector:
                         fresh.append((param, state))
                         publish_states(optimizer, [(param, made)])
                     state = made
-                check(param, grad, state, group, self.records.phase(state, folds=folds))
+                check(param, grad, state, group)
         except BaseException:
             for param, state in fresh:
                 if state:
@@ -332,25 +322,22 @@ class Collector:
                     optimizer.state.pop(param, None)
             raise
 
-    def _prepare(self, update: Update, position: int, *, folds: bool) -> Prepared:
+    def _prepare(self, update: Update, position: int) -> Prepared:
         param, state = dtensor.local_tensor(update.param), self._state_of(update.param)
-        phase: StepPhase = self.records.phase(state, folds=folds)
         state = {name: dtensor.local_tensor(value) for name, value in state.items()}
-        if not folds:
-            self.records.drop_stale_low_part(param, state.get("param_rest"))
-        return Prepared(param, _local_gradient(update), state, update.group, phase, position)
+        self.records.drop_stale_low_part(param, state.get("param_rest"))
+        return Prepared(param, _local_gradient(update), state, update.group, position)
 
 
-def _local_gradient(update: Update) -> Tensor | None:
-    return None if update.grad is None else dtensor.local_gradient(update.param, update.grad)
+def _local_gradient(update: Update) -> Tensor:
+    return dtensor.local_gradient(update.param, update.grad)
 
 
 class Batch:
     """Updates on one device, as the stepper sees them: csrc/adam/batch.h."""
 
-    def __init__(self, collector: Collector, updates: list[Update], asks: str, folds: bool) -> None:
-        self._collector, self._updates = collector, updates
-        self._asks, self._folds = asks, folds
+    def __init__(self, collector: Collector, updates: list[Update], asks: str) -> None:
+        self._collector, self._updates, self._asks = collector, updates, asks
         self.device = updates[0].param.device
 
     def __len__(self) -> int:
@@ -361,7 +348,7 @@ class Batch:
         return [param for param, *_ in self._updates]
 
     @property
-    def grads(self) -> list[Tensor | None]:
+    def grads(self) -> list[Tensor]:
         return [_local_gradient(update) for update in self._updates]
 
     @property
@@ -372,7 +359,6 @@ class Batch:
         """Puts them into ``.grad``, where an optimizer's own step looks for them, and from where it
         may change them."""
         for param, _, grad in self._updates:
-            assert grad is not None
             # Where DistributedDataParallel has reduced it, it is not in .grad.
             param.grad = _changeable(grad) if grad is param.grad else grad
 
@@ -390,36 +376,35 @@ class Batch:
         """Returns None for each, or where its shard asks: what those that ask together share."""
         return [
             (sharding_of(param)[0], group.get("max_grad_norm") or 0.0)
-            if not self._folds and grad is not None and asks_others(param, group, self._asks)
+            if asks_others(param, group, self._asks)
             else None
-            for param, group, grad in self._updates
+            for param, group, _ in self._updates
         ]
 
     def select(self, places: Sequence[int]) -> Batch:
         chosen = [self._updates[i] for i in places]
-        return Batch(self._collector, chosen, self._asks, self._folds)
+        return Batch(self._collector, chosen, self._asks)
 
     def squares(self) -> dict[int, Tensor]:
         """Returns the sum of squares by number of the sharding; 0: the gradients are whole."""
         of_each: dict[int, list[Tensor]] = {}
         for param, grad in zip(self.params, self.grads, strict=True):
             number = sharding_of(param)[0] if dtensor.is_dtensor(param) else 0
-            if grad is not None:  # else only folded gradients are stepped with
-                of_each.setdefault(number, []).append(sum_of_squares(grad))
+            of_each.setdefault(number, []).append(sum_of_squares(grad))
         return {number: total(torch.stack(squares)) for number, squares in of_each.items()}
 
     def squares_of_each(self) -> Tensor:
-        return torch.stack([sum_of_squares(grad) for grad in self.grads if grad is not None])
+        return torch.stack([sum_of_squares(grad) for grad in self.grads])
 
     def step(self, scaling: Scaling | None) -> None:
-        prepared = self._collector.prepared(self._updates, folds=self._folds)
+        prepared = self._collector.prepared(self._updates)
         by = {} if scaling is None else scaling._asdict()
         if all(p.group.get("states_on") is None for p in prepared):
             step(prepared, **by)
         else:
             self._step_elsewhere(prepared, by)
         for p in prepared:
-            self._collector.records.note(p, self._folds)
+            self._collector.records.note(p)
 
     def _step_elsewhere(self, prepared: list[Prepared], scaling: dict[str, Any]) -> None:
         """One after the other, so that no more than one has its states here."""
@@ -481,7 +466,7 @@ class Backward:
         # that only what all of them know decides how long they wait.
         self._asking: list[_Waiting] = []
         self._asking_bytes = 0
-        self._used = 0  # how many gradients have been stepped with, or folded
+        self._used = 0  # how many gradients have been stepped with
         self._finished = self._failed = False
 
     def waits_for(self, param: Tensor) -> bool:
@@ -568,12 +553,11 @@ class Backward:
             self._collector.forget_threads(param for param, *_ in waiting)
 
     def _use(self, updates: list[Update]) -> None:
-        folds = self.action == "fold"
         if self.action == "measure":
             for batch in self._collector.on_devices(updates):
                 self.stepper.measure(batch)
         else:
-            for batch in self._collector.batches(updates, self._asks, folds=folds):
+            for batch in self._collector.batches(updates, self._asks):
                 self._step(batch)
             self._used += len(updates)
         for param, *_ in updates:
@@ -586,8 +570,7 @@ class Backward:
             self.stepper.step_shards(batch)
         else:
             batch.step(self.stepper.scaling(batch.device))
-        if self.action == "step":
-            self.stepper.stepped()
+        self.stepper.stepped()
 
 
 class _AtEnd:

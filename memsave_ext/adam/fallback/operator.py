@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ..place import Place
 from ..precise import total
 from ..rules import AMSGRAD, MOMENTUM, RULES, SGD, Rule, is_adam, rule_of
 from ..shards import clip_factor
-from ..states import StepPhase, check, check_dense
+from ..states import check, check_dense
 from .rules import update
 
 STATE_NAMES = (
@@ -40,10 +40,9 @@ class Prepared(NamedTuple):
     """A parameter to step, in the form that kernels take."""
 
     param: Tensor
-    grad: Tensor | None  # None for zeros
+    grad: Tensor
     state: Mapping[str, Tensor]
     group: Mapping[str, Any]
-    phase: StepPhase
     position: int = 0
 
 
@@ -81,11 +80,11 @@ def sum_of_squares(grad: Tensor) -> Tensor:
 
 
 def alike(prepared: Sequence[Prepared]) -> Iterable[list[int]]:
-    """Returns the places of parameters of one group and phase that have the same tensors."""
+    """Returns the places of parameters of one group that have the same states."""
     batches: dict[Any, list[int]] = {}
     for i, p in enumerate(prepared):
         names = tuple(name for name in STATE_NAMES if name in p.state)
-        batches.setdefault((id(p.group), p.phase, p.grad is None, names), []).append(i)
+        batches.setdefault((id(p.group), names), []).append(i)
     return batches.values()
 
 
@@ -94,10 +93,10 @@ def call_of(batch: Sequence[Prepared]) -> Call:
     names = [name for name in STATE_NAMES if name in first.state]
     return Call(
         [p.param for p in batch],
-        [p.grad for p in batch if p.grad is not None],
+        [p.grad for p in batch],
         [p.state[name] for p in batch for name in names],
         [p.position for p in batch],
-        {"state_names": names, "phase": first.phase, **options_of(first.group)},
+        {"state_names": names, **options_of(first.group)},
     )
 
 
@@ -179,7 +178,7 @@ def adam_step_(
         of_one = [_of_one(values, i, len(prepared)) for values in (factor, skip)]
         by, skips = _scaling(p, grad_scale, found_inf, *of_one)
         if not skips:
-            update(p.param, p.grad, p.state, p.group, position=p.position, phase=p.phase, factor=by)
+            update(p.param, p.grad, p.state, p.group, position=p.position, factor=by)
 
 
 def fake_adam_step_(
@@ -200,7 +199,6 @@ def checked(
     positions: Sequence[int],
     *,
     state_names: Sequence[str],
-    phase: StepPhase = "whole",
     **options: Any,
 ) -> list[Prepared]:
     """Returns the parameters of a call.
@@ -212,12 +210,8 @@ def checked(
     for name in state_names:
         if name not in STATE_NAMES:
             raise ValueError(f"adam_step_: no state has the name {name}")
-    if phase not in get_args(StepPhase):
-        raise ValueError(f"adam_step_: there is no phase {phase}")
-    if phase != "whole" and not (rule := rule_of(group)).folds:
-        raise ValueError(f"adam_step_: the rule {rule.name} cannot fold gradients")
     for list_name, values, expected in (
-        ("grads", grads, count if grads else 0),
+        ("grads", grads, count),
         ("states", states, count * len(state_names)),
         ("positions", positions, count),
     ):
@@ -229,16 +223,15 @@ def checked(
     prepared = [
         Prepared(
             param,
-            grads[i] if grads else None,
+            grads[i],
             {name: next(tensors) for name in state_names},
             group,
-            phase,
             positions[i],
         )
         for i, param in enumerate(params)
     ]
     for p in prepared:
-        check(p.param, p.grad, p.state, p.group, p.phase)
+        check(p.param, p.grad, p.state, p.group)
         if p.param.device != params[0].device:
             raise ValueError(
                 "adam_step_: params must lie on one device, got "
@@ -251,14 +244,13 @@ def check_named(
     param: Tensor,
     grad: Tensor | None,
     state: Mapping[str, Tensor],
-    phase: StepPhase,
     rule: str,
     bf16: str,
     state_format: str,
 ) -> None:
     """As :func:`~..states.check`, with the names of rows; ``bf16``: empty for None."""
     group = _group(rule, 0.0, 0.0, bf16=bf16 or None, state_format=state_format)
-    check(param, grad, state, group, phase)
+    check(param, grad, state, group)
 
 
 def _group(
@@ -347,7 +339,7 @@ def _scaling(
     if factor is not None:
         return factor, skip is not None and bool(skip)
     max_norm = p.group["max_grad_norm"]
-    if p.grad is None or (grad_scale is None and max_norm is None):
+    if grad_scale is None and max_norm is None:
         return None, False
     squared = _square(p.grad)
     inverse = torch.ones((), dtype=torch.double) if grad_scale is None else 1 / grad_scale.double()

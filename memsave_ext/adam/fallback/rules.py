@@ -13,34 +13,30 @@ from ...checkpoint.function import note_step
 from ..elements import plain, real
 from ..precise import fused, square_root, wide
 from ..rules import LION, is_adam, rule_of
-from ..states import StepPhase
-from .stored import Draw, Stored, pack, unpack
+from .stored import Stored
 
 
 @torch.no_grad()
 def update(
     param: Tensor,
-    grad: Tensor | None,
+    grad: Tensor,
     state: Mapping[str, Tensor],
     group: Mapping[str, Any],
     *,
     position: int = 0,
-    phase: StepPhase = "whole",
     factor: float | Tensor | None = None,
 ) -> None:
-    """Steps the parameter in place, or folds a gradient into its moments.
+    """Steps the parameter in place.
 
     Args:
-        grad: None for zeros.
         state: the optimizer's state of the parameter; changed in place.
         group: the parameter's entry of ``param_groups``.
         position: the parameter's position in the optimizer.
-        phase: whether it folds, closes folded gradients with a step, or is a whole step.
         factor: what the gradient is multiplied by; None: 1.
     """
     own = param, dict(state)
     param, state = plain(param), {name: plain(value) for name, value in state.items()}
-    _update(param, grad, state, group, position, phase, factor)
+    _update(param, grad, state, group, position, factor)
     for original, changed in ((own[0], param), *((own[1][n], v) for n, v in state.items())):
         if original is not changed:
             original.copy_(changed)
@@ -48,16 +44,14 @@ def update(
 
 def _update(
     param: Tensor,
-    grad: Tensor | None,
+    grad: Tensor,
     state: Mapping[str, Tensor],
     group: Mapping[str, Any],
     position: int,
-    phase: StepPhase,
     factor: float | Tensor | None,
 ) -> None:
-    folds = phase in ("first_fold", "fold")
     step = state.get("step")
-    if step is not None and not folds:
+    if step is not None:
         step.add_(1)
     if param.numel() == 0:
         torch.autograd.graph.increment_version(param)
@@ -65,56 +59,30 @@ def _update(
     number: float | Tensor = 0.0  # where steps are not counted
     if step is not None:
         number = step.item() if step.device.type == "cpu" else wide(step.to(param.device))
-    number = number + 1 if folds else number
     stored = Stored(param, state, group, position, number)
-    g = torch.zeros_like(param) if grad is None else plain(grad)
-    g = real(g).to(stored.compute)
+    g = real(plain(grad)).to(stored.compute)
     if factor is not None:
         g = g * (factor.to(g) if isinstance(factor, Tensor) else factor)
     if group["maximize"]:
         g = -g
     if is_adam(rule := rule_of(group)):
-        _adam(g, stored, phase)
+        _adam_step(g, stored)
     else:
         (_lion_step if rule is LION else _sgd_step)(g, stored)
-    if not folds:
-        note_step(param, position)
+    note_step(param, position)
 
 
 # ---- Adam and amsgrad --------------------------------------------------------------------------
 
 
-def _adam(grad: Tensor, stored: Stored, phase: StepPhase) -> None:
-    c = coefficients(stored.group, stored.number, stored.compute, stored.device)
-    if phase in ("first_fold", "fold"):
-        _fold(c, grad, stored, first=phase == "first_fold")
-    else:
-        _adam_step(c, grad, stored, closes=phase == "close")
-
-
-def _fold(c: Coefficients, grad: Tensor, stored: Stored, first: bool) -> None:
-    exp_avg = stored.load("exp_avg")
-    if first:
-        packed = pack(exp_avg, stored.load("exp_avg_sq"), stored.random(Draw.MOMENTS))
-        stored.store(exp_avg_sq=packed)
-        exp_avg = _average(c, grad, exp_avg)
-    else:
-        exp_avg = fused(c.exp_avg_weight, grad, exp_avg)
-    stored.store(exp_avg=exp_avg)
-
-
-def _adam_step(c: Coefficients, grad: Tensor, stored: Stored, closes: bool) -> None:
+def _adam_step(grad: Tensor, stored: Stored) -> None:
     group = stored.group
+    c = coefficients(group, stored.number, stored.compute, stored.device)
     param, exp_avg = stored.load_param(), stored.load("exp_avg")
     exp_avg_sq = stored.load("exp_avg_sq")
     if c.grad_decay != 0:
         grad = fused(c.grad_decay, param, grad)
-    if closes:
-        before, exp_avg_sq = unpack(exp_avg_sq)
-        exp_avg = fused(c.exp_avg_weight, grad, exp_avg)
-        grad = fused(-c.beta1, before, exp_avg) * c.per_exp_avg_weight  # sum of all gradients
-    else:
-        exp_avg = _average(c, grad, exp_avg)
+    exp_avg = _average(c, grad, exp_avg)
     exp_avg_sq = fused(grad * c.one_minus_beta2, grad, exp_avg_sq * c.beta2)
     second = exp_avg_sq
     if group["amsgrad"]:
@@ -152,14 +120,12 @@ class Coefficients(NamedTuple):
     # Whether exp_avg is interpolated starting from its old value. Otherwise it starts from the
     # gradient, so that a beta1 of 0 gives exactly the gradient.
     adds_to_exp_avg: bool
-    beta1: float
     beta2: float
     one_minus_beta2: float
     bias_correction2_sqrt: float | Tensor
     per_bias_correction2_sqrt: float | Tensor
     eps: float
     minus_step_size: float | Tensor
-    per_exp_avg_weight: float
 
 
 def coefficients(
@@ -174,14 +140,12 @@ def coefficients(
         param_decay=rounded(1 - lr * decay, dtype),
         exp_avg_weight=rounded(1 - beta1, dtype),
         adds_to_exp_avg=abs(1 - beta1) < 0.5,
-        beta1=rounded(beta1, dtype),
         beta2=rounded(beta2, dtype),
         one_minus_beta2=rounded(1 - beta2, dtype),
         bias_correction2_sqrt=rounded(correction2_sqrt, dtype),
         per_bias_correction2_sqrt=rounded(1 / correction2_sqrt, dtype),
         eps=rounded(group["eps"], dtype),
         minus_step_size=rounded(-(lr / (1 - beta1**number)), dtype),
-        per_exp_avg_weight=rounded(1 / (1 - beta1), dtype),
     )
 
 

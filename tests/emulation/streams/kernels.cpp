@@ -63,8 +63,8 @@ void step(const Item* items, int64_t count, void* stream) {
   Uses uses;
   for (const Item& item : c10::ArrayRef<Item>(items, count)) {
     uses.read(item.grad, bytes_of(item));
-    uses.add(item.param, bytes_of(item), !is_fold(item.phase));
-    uses.add(item.param_low_part, 1, !is_fold(item.phase));
+    uses.write(item.param, bytes_of(item));
+    uses.write(item.param_low_part);
     for (const void* state : {item.exp_avg, item.exp_avg_sq, item.max_exp_avg_sq})
       uses.write(state);
     uses.write(item.exp_avg_scale);
