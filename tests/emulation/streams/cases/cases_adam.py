@@ -12,6 +12,7 @@ from memsave_ext.elsewhere import gradients
 from memsave_ext.elsewhere.gradient import GradientElsewhere
 
 DEVICE = "cuda"
+pytestmark = pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 
 
 class Branches(nn.Module):
