@@ -38,7 +38,7 @@ def in_backward(
     Each parameter is stepped by the optimizer's own ``step()``, to the same bits: it runs with
     ``param_groups`` that have this parameter alone, or several small ones. The optimizer also gets
     what ``memsave_ext.Adam`` has for steps in backward: ``accumulate()``, ``accumulate_when()``,
-    ``paused()``, ``norm_pass()``, ``grad_norm``, ``grad_scaler``, ``attach()`` for
+    ``paused()``, ``grad_norm``, ``grad_scaler``, ``attach()`` for
     DistributedDataParallel, and ``remove_hooks()``, after which it is an ordinary one. Step hooks
     run once for each call of ``step()``.
 

@@ -15,8 +15,8 @@ class Lion(Native):
     The parameter moves by ``lr`` in the direction of the sign of ``beta1 * exp_avg + (1 - beta1) *
     grad``, and ``exp_avg`` is then averaged with ``beta2``. It keeps one moment; the authors take a
     learning rate 3 to 10 times smaller than AdamW's and a weight decay as many times larger. What
-    is said of :class:`Adam` holds: ``in_backward``, ``accumulate()``,
-    ``paused()``, ``norm_pass()``, ``attach()``.
+    is said of :class:`Adam` holds: ``in_backward``, ``grads_on``,
+    ``accumulate()``, ``paused()``, ``attach()``.
 
     Args:
         params: parameters, or dicts of them with options.

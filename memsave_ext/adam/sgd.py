@@ -16,7 +16,7 @@ class SGD(Native, torch.optim.SGD):
     A drop-in for :class:`torch.optim.SGD`: it has the same arguments and ``param_groups``, and each
     can load the other's ``state_dict``. Steps in float32 and float64 are the bits of torch's
     ``foreach`` and for-loop on CPUs. What is said of :class:`Adam` holds: ``in_backward``,
-    ``accumulate()``, ``paused()``, ``norm_pass()``, ``attach()``.
+    ``grads_on``, ``accumulate()``, ``paused()``, ``attach()``.
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch. A tensor
