@@ -60,9 +60,9 @@ class Values:
         return made  # type: ignore[no-any-return]
 
     def get(self) -> Tensor:
-        """Returns them in new memory, or where they are here for good, that."""
+        """Returns them in new memory, or where they are here for good, in that."""
         if self.here is not None:
-            return self.here
+            return self.here.detach()
         with torch.no_grad():
             got = torch.empty_like(self._like, device=self._device)
             self._kept.read(_bytes_of(got))
@@ -73,7 +73,7 @@ class Values:
         return got
 
     def put(self, grad: Tensor) -> None:
-        """Has these values from now on.
+        """Has these values from now on, which :meth:`get` has returned, maybe changed in place.
 
         Raises:
             RuntimeError: they are of another shape.
@@ -85,7 +85,7 @@ class Values:
                 f"changed in place, from {list(like.shape)} to {list(grad.shape)}: use a copy, "
                 "param.grad.clone()"
             )
-        if grad is self.here:
+        if self.here is not None:
             return
         self._kept.write(_bytes_of(grad))
         self._factors.clear()
@@ -93,7 +93,8 @@ class Values:
 
     def bring_back(self) -> Tensor:
         """Returns them, here for good: somebody has their memory, and may write to it."""
-        self.here = self.get()
+        if self.here is None:
+            self.here = self.get()
         return self.here
 
     def read_ahead(self) -> None:

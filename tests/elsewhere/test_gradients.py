@@ -318,7 +318,11 @@ def test_its_shape_cannot_change_in_place(tmp_path):
     _, there = gradient(tmp_path, torch.randn(130, 256))
     with pytest.raises(RuntimeError, match=r"grads_on='.*': the shape of a gradient that lies"):
         there.grad.t_()
-    assert there.grad.shape == (130, 256)
+    there.grad[0].add_(1)  # with which it is back for good
+    before = there.grad.clone()
+    with pytest.raises(RuntimeError, match=r"grads_on='.*': the shape of a gradient that lies"):
+        there.grad.t_()
+    assert there.grad.shape == (130, 256) and torch.equal(there.grad.clone(), before)
 
 
 # ---- memory ----
