@@ -2,8 +2,11 @@
 
 import copy
 import gc
+import os
 import pickle
 import random
+import sys
+import tempfile
 import warnings
 import weakref
 from collections import UserDict
@@ -16,7 +19,9 @@ from on_device import on_every_device
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext.predict import techniques
 from memsave_ext.predict.techniques import ALL
+from memsave_ext.store.folder import is_in_memory
 
 NATIVE = ms._native.available
 EXACT = [t for t in ALL if not t.adam_in_backward and not t.loss_head]
@@ -220,6 +225,73 @@ def test_without_a_step_in_backward():
     fitted = other.fit(budget=budget, in_backward=False)
     assert "in backward" not in fitted.technique and fitted.technique != "as built"
     other.run(1)
+
+
+def wide(clip=1e-3):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.ones(16, 256)
+
+    def step():
+        square(model(x)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    return model, optimizer, x, step
+
+
+def test_a_loop_that_clips_has_its_gradients_elsewhere(tmp_path):
+    plain, _, _, expected = wide()
+    model, optimizer, x, step = wide()
+    built = ms.memory.predict(model, optimizer, batch=x, loss=square, device="cpu").peak
+    budget = built - 2 * plain[0].weight.nbytes
+    options = {"loss": square, "in_backward": False, "offload": tmp_path, "verbose": False}
+    fitted = ms.fit(model, optimizer, x, budget=budget, **options)
+    assert fitted.technique == "gradients elsewhere" and not fitted.steps_in_backward
+    assert f"gradients lie in {tmp_path} until each is stepped" in str(fitted)
+    norms = [expected() for _ in range(4)]  # not beside steps that are measured
+    for norm in norms[:3]:
+        assert torch.equal(step(), norm)
+    assert not NATIVE or fitted.measured <= 1.02 * budget
+    fitted.undo()
+    assert type(optimizer) is torch.optim.AdamW and optimizer.state
+    assert torch.equal(step(), norms[3])
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_fits_knows_a_step_that_clips(tmp_path):
+    def build():
+        model, optimizer, _, step = wide()
+        return model, optimizer, step
+
+    found = ms.memory.fits(build, "1MB", device="cpu", offload=tmp_path)
+    rows = {row.name: row for row in found.rows}
+    stepped, elsewhere = rows["optimizer in backward"], rows["gradients elsewhere"]
+    assert stepped.peak is None and "the step clips gradients" in stepped.reason
+    assert elsewhere.peak < rows["as built"].peak
+    assert "gradients elsewhere, 8-bit states" in rows
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a folder is for Linux")
+def test_temporary_files_in_memory_are_no_place_for_gradients(monkeypatch):
+    monkeypatch.setattr(techniques, "is_in_memory", lambda folder: folder == tempfile.gettempdir())
+    model, optimizer, x, _ = wide()
+    options = {"loss": square, "in_backward": False, "verbose": False}
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        ms.fit(model, optimizer, x, budget="1MB", **options)
+    assert "gradients elsewhere" not in str(error.value)
+    with pytest.raises(ValueError, match="pass offload=FOLDER, or set TMPDIR"):
+        ms.fit(model, optimizer, x, budget=GB, technique="gradients elsewhere", **options)
+    assert type(optimizer) is torch.optim.AdamW
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no such folder")
+def test_what_is_in_memory():
+    assert is_in_memory("/dev/shm") and not is_in_memory("/proc")
 
 
 def test_twice_is_an_error_until_it_is_undone():
