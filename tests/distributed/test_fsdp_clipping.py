@@ -19,6 +19,8 @@ from ranks import run_ranks, whole
 from test_adam_fsdp import model
 from torch.distributed.fsdp import fully_shard
 
+pytestmark = pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
+
 
 def sharded():
     return all_ways(lambda: shard(model()))
