@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..store.file import File, Region
 from ..store.folder import absolute_folder
-from .place import SMALLEST, Fetched, Place
+from ..store.kept import SMALLEST
+from .place import Fetched, Place
 
 _KEPT = 1 << 27  # bytes; a buffer that is larger is made anew for each step
 _PRETENDS = "_memsave_ext_in_file"  # an attribute of fake tensors

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from ..store.host import copy_streams, pinned_like
+from ..store.kept import SMALLEST
 from .dtensor import local_tensor
-from .place import SMALLEST, Fetched, Place
+from .place import Fetched, Place
 
 
 def _order(device: torch.device) -> None:

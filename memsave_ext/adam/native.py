@@ -118,7 +118,7 @@ class Native(InBackward):
             except BaseException:
                 del self.param_groups[-1]
                 raise
-        if self._in_backward or ("_stepper" in self.__dict__ and self._gradients is not None):
+        if self._takes_gradients:
             try:
                 self._attach(self.param_groups[-1]["params"])
             except BaseException:

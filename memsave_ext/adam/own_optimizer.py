@@ -154,7 +154,7 @@ class OwnStep(InBackward):
     def _take_group(self, group: dict[str, Any]) -> None:
         """Prepares a group that was added."""
         modes.refuse_twice(group["params"])
-        if self._in_backward or self._gradients is not None:
+        if self._takes_gradients:
             self._attach(group["params"])
 
     def _step_by_own(

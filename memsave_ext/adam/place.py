@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-SMALLEST = 1 << 16  # bytes; smaller tensors stay in memory, of which they are little
-
 
 class Place:
     """Where states lie: a value of a param group's ``states_on``. ``device``: the parameter's.

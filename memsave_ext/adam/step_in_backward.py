@@ -40,6 +40,11 @@ class InBackward(torch.optim.Optimizer):
     _large_memory: LargeMemory | None = None  # while gradients are freed as they arrive
     _gradients: Gradients | None = None  # where they lie elsewhere, of grads_on=
 
+    @property
+    def _takes_gradients(self) -> bool:
+        """Whether hooks take gradients as they arrive, to step with them or to put them away."""
+        return self._in_backward or (self._gradients is not None and self._gradients.attached)
+
     def _make_stepper(self) -> None:
         owners.note_optimizer(self)
         self._stepper = Stepper(self, self._small_bytes, self._bucket_bytes, self._steps_by_own)
@@ -153,7 +158,7 @@ class InBackward(torch.optim.Optimizer):
                 stacklevel=4,
             )
         unscaled = self._check_scaler()
-        if not self._step_all(unscaled) and (self._in_backward or self._gradients is not None):
+        if not self._step_all(unscaled) and self._takes_gradients:
             self._check_not_orphaned()
         if self.grad_scaler is not None and self.grad_scaler.is_enabled():
             self._report_to_scaler(self.grad_scaler)
@@ -162,9 +167,9 @@ class InBackward(torch.optim.Optimizer):
     def _step_all(self, unscaled: bool) -> int:
         """Steps what has a gradient, where gradients lie elsewhere a part after the other, and
         returns how many parameters have been stepped, backwards included."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        if not any_elsewhere(params):
+        if not any_elsewhere(param for group in self.param_groups for param in group["params"]):
             return int(self._stepper.step(self.clip_global_norm or 0.0, unscaled))
+        params = [param for group in self.param_groups for param in group["params"]]
         if self.clip_global_norm is not None:
             modes.refuse_two_norms(self.param_groups)
             norm: Any = torch.nn.utils.clip_grad_norm_(params, self.clip_global_norm)
