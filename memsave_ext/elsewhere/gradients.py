@@ -129,7 +129,9 @@ def _hook(
     def hook(param: Tensor) -> None:
         gradients = reference()
         if gradients is not None and param.grad is not None:
-            param.grad = gradients.leave(param.grad)
+            grad = param.grad
+            if (left := gradients.leave(grad)) is not grad:
+                param.grad = left
 
     setattr(hook, _MARK, optimizer)
     return hook

@@ -519,19 +519,10 @@ def test_a_step_that_raises_leaves_all_gradients(tmp_path):
         assert torch.equal(p.grad, grad)
 
 
-def test_backwards_of_several_threads(tmp_path):
+def test_models_in_several_threads(tmp_path):
     nets = [network() for _ in range(4)]
     optimizers = [ms.AdamW(net.parameters(), grads_on=tmp_path) for net in nets]
     run_threads(lambda i: train(nets[i], optimizers[i], clip_norm, backwards=2), 4)
-    one = network()
-    shared = ms.AdamW(one.parameters(), grads_on=tmp_path)
-    run_threads(lambda i: backward(one, i), 4)  # they add up in some order
-    plain = network()
-    for i in range(4):
-        backward(plain, i)
-    for p, q in zip(one.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.clone(), q.grad, rtol=1e-4, atol=1e-6)
-    shared.step()
     for net in nets[1:]:
         assert_same(net, nets[0])
 
