@@ -24,6 +24,7 @@ def linear_log_probs(
     chunk_size: int | None = None,
     return_lse: bool = False,
     return_predicted: bool = False,
+    return_entropy: bool = False,
     debug: bool = False,
 ) -> Any:
     """Compute ``log_softmax(linear(input, linear_weight))`` at the target of each token, without
@@ -47,6 +48,8 @@ def linear_log_probs(
         chunk_size, debug: as in :func:`linear_cross_entropy`.
         return_lse: also return the log-sum-exp of each token's logits, which has a gradient.
         return_predicted: also return the class of each token's largest logit, int64.
+        return_entropy: also return the entropy of each token's softmax, in nats, those of ignored
+            tokens, too; it has a gradient, of a bonus for instance.
 
     Returns:
         The log-probabilities ``(...)``, in float32, or in float64 for inputs of it; or a tuple of
@@ -81,10 +84,11 @@ def linear_log_probs(
         loss_dtype=torch.promote_types(input.dtype, torch.float32),
         return_lse=return_lse,
         return_predicted=return_predicted,
+        return_entropy=return_entropy,
         debug=debug,
     )
-    lse, predicted = (None if v is None else v.view(target.shape) for v in found[1:])
-    return as_asked(Found(-found.loss.view(target.shape), lse, predicted))
+    more = (None if v is None else v.view(target.shape) for v in found[1:])
+    return as_asked(Found(-found.loss.view(target.shape), *more))
 
 
 def check_temperature(temperature: float) -> None:
