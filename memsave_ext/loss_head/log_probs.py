@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .function import as_asked, check_tensors, loss_of
+from .chunks import Chunks, Settings, shape_of_chunk
+from .function import as_asked, check_tensors, logits_dtype, loss_of
 from .reference import Found
+
+_OF_CAPPED = 3  # tensors of a chunk's logits at once, where a mean is of capped ones
 
 
 def linear_log_probs(
@@ -89,6 +92,29 @@ def linear_log_probs(
     )
     more = (None if v is None else v.view(target.shape) for v in found[1:])
     return as_asked(Found(-found.loss.view(target.shape), *more))
+
+
+@torch.no_grad()
+def mean_logits(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, softcap: float | None
+) -> Tensor:
+    """Returns (N), the mean of each token's logits over the classes, in float32 at least. Capped
+    ones are computed in chunks; the mean of others is the product with the mean row."""
+    wide = torch.promote_types(input.dtype, torch.float32)
+    if softcap is None:
+        with torch.autocast(input.device.type, enabled=False):
+            of_bias = 0.0 if linear_bias is None else linear_bias.mean(dtype=wide)
+            return input.to(wide) @ linear_weight.mean(0, dtype=wide) + of_bias
+    tokens, classes = shape_of_chunk(
+        len(input), linear_weight.shape, linear_weight.is_cuda, _OF_CAPPED
+    )
+    settings = Settings(logits_dtype(input), classes, tokens, in_region=False, debug=False)
+    total = input.new_zeros(len(input), dtype=wide)
+    with torch.autocast(input.device.type, enabled=False):
+        for chunk in Chunks(input, linear_weight, linear_bias, settings):
+            capped = torch.tanh(chunk.logits.to(wide) / softcap)
+            total[chunk.tokens] += softcap * capped.sum(1)
+    return total / len(linear_weight)
 
 
 def check_temperature(temperature: float) -> None:
