@@ -22,9 +22,9 @@ def patch_lm_head(*, chunk_size: int | None = None, debug: bool = False) -> Patc
 
     TRL's own head has no whole logits either. With this one, rows of the head's weight are stepped
     in backward where ``Adam(in_backward=True)`` owns it, and the weight has no whole gradient; on
-    CPUs a loss takes less time. Losses, entropies with their gradients, mean logits and token
-    accuracies are TRL's but for their last bits. It is of the whole process, of trainers that are
-    there already, too.
+    CPUs it takes less time and memory. Losses, entropies with their gradients, mean logits and
+    token accuracies are TRL's but for their last bits. It is of the whole process, of trainers that
+    are there already, too.
 
     Args:
         chunk_size, debug: as in :func:`linear_cross_entropy`.
