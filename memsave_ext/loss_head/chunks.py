@@ -38,6 +38,7 @@ class Chunk(NamedTuple):
     block: int  # of tokens, counted from 0
     weight: Tensor  # (B, D), in the logits' type
     logits: Tensor  # (n, B) of the n tokens
+    low_weight: Tensor | None  # (B, r), in the logits' type
 
 
 def shape_of_chunk(
@@ -59,14 +60,23 @@ def shape_of_chunk(
 
 
 class Chunks:
-    """One pass over the chunks, or several."""
+    """One pass over the chunks, or several. With ``low`` (N, r) and ``low_weight`` (C, r) their
+    product is added to the logits."""
 
     def __init__(
-        self, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, settings: Settings
+        self,
+        input: Tensor,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        settings: Settings,
+        low: Tensor | None = None,
+        low_weight: Tensor | None = None,
     ) -> None:
         self.settings = settings
         self.given, self.linear_weight, self.linear_bias = input, linear_weight, linear_bias
         self.input = input.to(settings.dtype)
+        self.given_low, self.low_weight = low, low_weight
+        self.low = None if low is None else low.to(settings.dtype)
         self.wide = torch.promote_types(settings.dtype, torch.float32)
         self.tokens, self.classes = input.shape[0], linear_weight.shape[0]
 
@@ -86,6 +96,9 @@ class Chunks:
             bias = None
             if self.linear_bias is not None:
                 bias = self.linear_bias[part].to(self.settings.dtype)
+            low_weight = None
+            if self.low_weight is not None:
+                low_weight = self.low_weight[part].to(self.settings.dtype)
             for block, tokens in enumerate(self.blocks()):
                 # The last chunk, and the last block, may be smaller.
                 shape = tokens.stop - tokens.start, weight.shape[0]
@@ -94,24 +107,32 @@ class Chunks:
                     torch.mm(self.input[tokens], weight.t(), out=logits)
                 else:
                     torch.addmm(bias, self.input[tokens], weight.t(), out=logits)
-                yield Chunk(part, tokens, block, weight, logits)
+                if self.low is not None and low_weight is not None:
+                    logits.addmm_(self.low[tokens], low_weight.t())
+                yield Chunk(part, tokens, block, weight, logits, low_weight)
 
     def gradients(
         self, chunks: Iterable[Chunk], needed: Sequence[bool], rows: Rows | None
     ) -> list[Tensor | None]:
-        """Returns the gradients of input, weight and bias; None where none is needed, and where
-        ``rows`` has stepped the weight. ``chunks``: all, with gradients in place of logits."""
+        """Returns the gradients of input, weight, bias, ``low`` and ``low_weight``, of as many as
+        ``needed`` says something of; None where none is needed, and where ``rows`` has stepped the
+        weight. ``chunks``: all, with gradients in place of logits."""
         features = self.given.shape[1]
-        of_input = of_weight = of_bias = piece = None
+        of_input = of_weight = of_bias = of_low = of_low_weight = piece = None
         if needed[0]:
             of_input = self.input.new_zeros((self.tokens, features), dtype=self.wide)
+        if self.low is not None and self.low_weight is not None:
+            if needed[3]:
+                of_low = torch.zeros_like(self.low, dtype=self.wide)
+            if needed[4]:
+                of_low_weight = torch.empty_like(self.low_weight)
         if needed[1] and rows is None:
             of_weight = torch.empty_like(self.linear_weight)
         if needed[2]:
             assert self.linear_bias is not None
             of_bias = torch.empty_like(self.linear_bias)
         blocks = len(self.blocks())
-        weight_sum, bias_sum = _Sum(blocks, self.wide), _Sum(blocks, self.wide)
+        weight_sum, bias_sum, low_sum = (_Sum(blocks, self.wide) for _ in range(3))
         for chunk in chunks:
             gradient, input = chunk.logits, self.input[chunk.tokens]
             if of_input is not None:
@@ -128,7 +149,16 @@ class Chunks:
                 weight_sum.add(of_rows, chunk.block, gradient.t(), input)
                 if chunk.block == blocks - 1:
                     rows.step(chunk.classes.start, of_rows)
-        return [None if of_input is None else of_input.to(self.given.dtype), of_weight, of_bias]
+            if of_low is not None and chunk.low_weight is not None:
+                _add_product(of_low[chunk.tokens], gradient, chunk.low_weight)
+            if of_low_weight is not None and self.low is not None:
+                low_input = self.low[chunk.tokens]
+                low_sum.add(of_low_weight[chunk.classes], chunk.block, gradient.t(), low_input)
+        if of_input is not None:
+            of_input = of_input.to(self.given.dtype)
+        if of_low is not None and self.given_low is not None:
+            of_low = of_low.to(self.given_low.dtype)
+        return [of_input, of_weight, of_bias, of_low, of_low_weight][: len(needed)]
 
 
 class _Sum:

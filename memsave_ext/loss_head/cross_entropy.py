@@ -21,12 +21,14 @@ class CrossEntropy(Chunks):
         input: Tensor,
         linear_weight: Tensor,
         linear_bias: Tensor | None,
+        low: Tensor | None,
+        low_weight: Tensor | None,
         target: Tensor,
         weight: Tensor | None,
         settings: Settings,
         options: Options,
     ) -> None:
-        super().__init__(input, linear_weight, linear_bias, settings)
+        super().__init__(input, linear_weight, linear_bias, settings, low, low_weight)
         self.options = options
         self.weight = None if weight is None else weight.to(self.wide).contiguous()
         self.indices = target.contiguous() if target.dim() == 1 else None

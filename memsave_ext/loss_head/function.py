@@ -25,6 +25,7 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     linear_bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int | None = None,
@@ -50,6 +51,9 @@ def linear_cross_entropy(
         input: ``(in_features)`` or ``(N, in_features)``.
         linear_weight: ``(C, in_features)``, of the C classes.
         target: class indices, or probabilities of the classes.
+        low_rank: ``(low, b)``, of shapes ``(N, r)`` and ``(C, r)``: ``linear(low, b)`` is added to
+            the logits, as by an adapter, whose ``low`` is ``scale * linear(input, a)``. Both have
+            gradients, whole ones; ``linear_weight`` may be frozen.
         linear_bias, weight, reduction, ignore_index, label_smoothing: as in torch.
         options: accepted and not used: those of torch are about chunks of tokens.
         softcap: logits are ``softcap * tanh(logits / softcap)``, as in Gemma. None: they stay.
@@ -81,6 +85,7 @@ def linear_cross_entropy(
         linear_weight,
         target,
         linear_bias=linear_bias,
+        low_rank=low_rank,
         weight=weight,
         reduction=reduction,
         ignore_index=ignore_index,
@@ -115,6 +120,7 @@ def _loss_of(
     target: Tensor,
     *,
     linear_bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int | None = None,
@@ -130,6 +136,9 @@ def _loss_of(
     check_tensors(input=input, linear_weight=linear_weight, target=target)
     _check_tokens(input, target)
     given = check(input, linear_weight, target, linear_bias)
+    low, low_weight = low_rank or (None, None)
+    if low is not None and low_weight is not None:
+        check_low_rank(low, low_weight, input, linear_weight)
     has_probabilities = tuple(target.shape) == given
     if has_probabilities and ignore_index is not None:
         raise RuntimeError("ignore_index cannot be specified when target contains probabilities")
@@ -142,13 +151,16 @@ def _loss_of(
     asked = return_lse, return_predicted, return_entropy
     loss_options = Options(reduction, ignored, label_smoothing, softcap, *asked)
     tensors = (input, linear_weight, linear_bias, target, weight)
-    if not _is_chunked(*tensors, loss_options, has_probabilities) or _divides_by_zero(
-        target, weight, loss_options, has_probabilities
-    ):
-        found = reference(input, linear_weight, target, linear_bias, weight, loss_options)
+    if not _is_chunked(
+        *tensors, low, low_weight, loss_options, has_probabilities
+    ) or _divides_by_zero(target, weight, loss_options, has_probabilities):
+        found = reference(
+            input, linear_weight, target, linear_bias, weight, loss_options, low, low_weight
+        )
         return found if loss_dtype is None else found._replace(loss=found.loss.to(loss_dtype))
     if unbatched := input.dim() == 1:
         input, target = input[None], target[None]
+        low = None if low is None else low[None]
     if not has_probabilities:
         _check_indices(target, linear_weight.shape[0], ignored)
     dtype = logits_dtype(input)
@@ -157,9 +169,8 @@ def _loss_of(
         tokens, classes = input.shape[0], chunk_size
     settings = Settings(dtype, classes, tokens, in_region(), debug)
     result = loss_dtype or _loss_dtype(input, target, weight)
-    found = head.run(
-        input, linear_weight, linear_bias, target, weight, settings, loss_options, result
-    )
+    layer = input, linear_weight, linear_bias, low, low_weight
+    found = head.run(*layer, target, weight, settings, loss_options, result)
     if not unbatched:
         return found
     loss, *more = found
@@ -198,6 +209,32 @@ def _check_tokens(input: Tensor, target: Tensor) -> None:
         )
 
 
+def check_low_rank(low: Tensor, low_weight: Tensor, input: Tensor, weight: Tensor) -> None:
+    check_tensors(**{"low_rank[0]": low, "low_rank[1]": low_weight})
+    shapes = tuple(low.shape), tuple(low_weight.shape)
+    if (
+        weight.dim() != 2
+        or low_weight.dim() != 2
+        or low.shape != (*input.shape[:-1], low_weight.shape[1])
+        or low_weight.shape[0] != weight.shape[0]
+    ):
+        raise ValueError(
+            "low_rank must have shapes (..., r) and (C, r) beside input and linear_weight of "
+            f"shapes (..., in_features) and (C, in_features), got {shapes[0]} and {shapes[1]} "
+            f"beside {tuple(input.shape)} and {tuple(weight.shape)}"
+        )
+    if {low.device, low_weight.device} != {weight.device}:
+        raise ValueError(
+            f"low_rank must be on linear_weight's device {weight.device}, got {low.device} and "
+            f"{low_weight.device}"
+        )
+    if not {low.dtype, low_weight.dtype} <= {*_DTYPES}:
+        raise ValueError(
+            "low_rank must have floating-point tensors of 16 bits or more, got "
+            f"{low.dtype} and {low_weight.dtype}"
+        )
+
+
 def check_softcap(name: str, softcap: float | None) -> None:
     if softcap is not None and not (isinstance(softcap, (int, float)) and softcap > 0):
         raise ValueError(f"{name} must be a positive number or None, got {softcap!r}")
@@ -216,6 +253,8 @@ def _is_chunked(
     linear_bias: Tensor | None,
     target: Tensor,
     weight: Tensor | None,
+    low: Tensor | None,
+    low_weight: Tensor | None,
     options: Options,
     has_probabilities: bool,
 ) -> bool:
@@ -226,7 +265,7 @@ def _is_chunked(
     """
     kind = target.is_floating_point() if has_probabilities else target.dtype == torch.int64
     return (
-        layer_is_chunked(input, linear_weight, linear_bias, target, weight)
+        layer_is_chunked(input, linear_weight, linear_bias, target, weight, low, low_weight)
         and kind
         and (has_probabilities or target.shape == input.shape[:-1])
         and not target.requires_grad

@@ -29,6 +29,8 @@ class Head(torch.autograd.Function):
         input: Tensor,
         linear_weight: Tensor,
         linear_bias: Tensor | None,
+        low: Tensor | None,
+        low_weight: Tensor | None,
         target: Tensor,
         weight: Tensor | None,
         settings: Settings,
@@ -36,7 +38,7 @@ class Head(torch.autograd.Function):
         result: torch.dtype,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
-        tensors = input, linear_weight, linear_bias, target, weight
+        tensors = input, linear_weight, linear_bias, low, low_weight, target, weight
         with torch.autocast(input.device.type, enabled=False):
             found, coefficients = CrossEntropy(*tensors, settings, options).loss()
         ctx.save_for_backward(*tensors, coefficients)
@@ -49,19 +51,20 @@ class Head(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: Any, grad_entropy: Tensor | None
     ) -> Any:
-        input, linear_weight, linear_bias, target, weight, coefficients = ctx.saved_tensors
-        tensors = input, linear_weight, linear_bias, target, weight
+        saved: Any = ctx.saved_tensors  # once: checkpoints unpack a tensor once
+        tensors, layer, (target, weight, coefficients) = saved[:-1], saved[:5], saved[5:]
         options: Options = ctx.options
         none = (None,) * 5
-        with torch.autocast(input.device.type, enabled=False):
+        with torch.autocast(layer[0].device.type, enabled=False):
             if torch.is_grad_enabled():
 
                 def results(*cast: Any) -> list[Tensor | None]:
-                    found = reference(cast[0], cast[1], target, cast[2], weight, options)
+                    x, w, b, low, low_weight = cast
+                    found = reference(x, w, target, b, weight, options, low, low_weight)
                     return [found.loss, found.lse, found.entropy]
 
                 grads = [grad, grad_lse, grad_entropy]
-                return *differentiable(ctx, results, tensors[:3], grads), *none
+                return *differentiable(ctx, results, layer, grads), *none
             entropy = coefficients[4:]
             coefficients = coefficients[: 4 if grad_entropy is None else 5].clone()
             if grad is None:
@@ -75,31 +78,36 @@ class Head(torch.autograd.Function):
             if grad_entropy is not None:  # its gradient is -p * (log(p) + entropy)
                 coefficients[4] = -grad_entropy
                 coefficients[2] -= grad_entropy * entropy[0]
-            chunks = CrossEntropy(*tensors, ctx.settings, options)
-            return *gradients(ctx, chunks, chunks.replaced(coefficients)), *none
+            chunks = CrossEntropy(*tensors, *(ctx.settings, options))
+            return *gradients(ctx, chunks, chunks.replaced(coefficients), len(layer)), *none
 
 
 def run(
     input: Tensor,
     linear_weight: Tensor,
     linear_bias: Tensor | None,
+    low: Tensor | None,
+    low_weight: Tensor | None,
     target: Tensor,
     weight: Tensor | None,
     settings: Settings,
     options: Options,
     result: torch.dtype,
 ) -> Found:
-    tensors = input, linear_weight, linear_bias, target, weight
-    held = _leaves.hold_accumulators(tensors[:3])
-    found = Found(*Head.apply(*tensors, settings, options, result))
+    layer = input, linear_weight, linear_bias, low, low_weight
+    held = _leaves.hold_accumulators(layer)
+    found = Found(*Head.apply(*layer, target, weight, settings, options, result))
     del held
     return found
 
 
-def gradients(ctx: Any, chunks: Chunks, replaced: Iterable[Chunk]) -> list[Tensor | None]:
-    """Returns those of input, weight and bias, or steps the weight's rows, in the backward of a
-    node whose first inputs these are. ``replaced``: chunks with gradients in place of logits."""
-    needed = ctx.needs_input_grad[:3]
+def gradients(
+    ctx: Any, chunks: Chunks, replaced: Iterable[Chunk], count: int = 3
+) -> list[Tensor | None]:
+    """Returns those of input, weight and bias, and with a ``count`` of 5 of ``low`` and
+    ``low_weight``, or steps the weight's rows, in the backward of a node whose first inputs these
+    are. ``replaced``: chunks with gradients in place of logits."""
+    needed = ctx.needs_input_grad[:count]
     rows = _begin_rows(ctx.settings) if needed[_WEIGHT] else None
     return chunks.gradients(replaced, needed, rows)
 
@@ -110,11 +118,11 @@ def differentiable(
     tensors: Sequence[Tensor | None],
     grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Returns gradients that have a graph, of input, weight and bias: those of torch's operators,
-    with all logits. ``results`` makes of these what the node's forward has made."""
+    """Returns gradients that have a graph, of ``tensors``, the node's first inputs: those of
+    torch's operators, with all logits. ``results`` makes of these what its forward has made."""
     settings: Settings = ctx.settings
     _explain(settings.debug, "backward makes a graph (create_graph=True)")
-    needed = ctx.needs_input_grad[:3]
+    needed = ctx.needs_input_grad[: len(tensors)]
     # Aliases: a path from one of the tensors to another is not a part of these gradients.
     aliases: list[Any] = [None if t is None else t.view_as(t) for t in tensors]
     wanted = [alias for alias, need in zip(aliases, needed, strict=True) if need]

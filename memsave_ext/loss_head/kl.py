@@ -239,7 +239,9 @@ class _Pair:
             layer = chunks.given, chunks.linear_weight, chunks.linear_bias
             target = torch.full((chunks.tokens,), -100, device=chunks.given.device)  # of no class
             options = Options("none", -100, 0.0, cap, lse=True)
-            loss, _ = CrossEntropy(*layer, target, None, chunks.settings, options).loss()
+            loss, _ = CrossEntropy(
+                *layer, None, None, target, None, chunks.settings, options
+            ).loss()
             found.append(loss.lse)
         student, teacher = found
         assert student is not None and teacher is not None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .chunks import Chunks, Settings, shape_of_chunk
-from .function import as_asked, check_tensors, logits_dtype, loss_of
+from .function import as_asked, check_low_rank, check_tensors, logits_dtype, loss_of
 from .reference import Found
 
 _OF_CAPPED = 3  # tensors of a chunk's logits at once, where a mean is of capped ones
@@ -21,6 +21,7 @@ def linear_log_probs(
     target: Tensor,
     linear_bias: Tensor | None = None,
     *,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = -100,
     softcap: float | None = None,
     temperature: float = 1.0,
@@ -44,6 +45,8 @@ def linear_log_probs(
         linear_weight: ``(C, in_features)``, of the C classes: the head's.
         target: ``(...)``, the class of each token, int64.
         linear_bias: ``(C)``.
+        low_rank: ``(low, b)``, of shapes ``(..., r)`` and ``(C, r)``, as in
+            :func:`linear_cross_entropy`.
         ignore_index: tokens of this target have a log-probability of 0 and no gradient.
         softcap: logits are ``softcap * tanh(logits / softcap)``, as in Gemma. None: they stay.
         temperature: logits, capped ones where there is a cap, are divided by it. For a model that
@@ -75,11 +78,17 @@ def linear_log_probs(
     rows, linear_bias = scaled(
         input.reshape(target.numel(), input.shape[-1]), linear_bias, 1 / temperature
     )
+    if low_rank is not None:
+        low, low_weight = low_rank
+        check_low_rank(low, low_weight, input, linear_weight)
+        low, _ = scaled(low.reshape(target.numel(), low.shape[-1]), None, 1 / temperature)
+        low_rank = low, low_weight
     found = loss_of(
         rows,
         linear_weight,
         target.reshape(-1),
         linear_bias=linear_bias,
+        low_rank=low_rank,
         reduction="none",
         ignore_index=ignore_index,
         softcap=None if softcap is None else softcap / temperature,

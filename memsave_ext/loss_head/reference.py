@@ -42,12 +42,16 @@ def reference(
     linear_bias: Tensor | None,
     weight: Tensor | None,
     options: Options,
+    low: Tensor | None = None,
+    low_weight: Tensor | None = None,
 ) -> Found:
     """Differentiable as often as one likes. Raises torch's errors for wrong arguments."""
     classes, *dims = linear_weight.shape[:-1]
     flat = linear_weight.reshape(-1, linear_weight.shape[-1]) if dims else linear_weight
     bias = linear_bias.reshape(-1) if linear_bias is not None and dims else linear_bias
     logits = F.linear(input, flat, bias)
+    if low is not None and low_weight is not None:
+        logits = logits + F.linear(low, low_weight)
     if dims:
         logits = logits.reshape(*input.shape[:-1], classes, *dims)
     if options.softcap is not None:
