@@ -129,10 +129,10 @@ def _swap(tensor: Tensor, fake: FakeTensor, kind: type[FakeTensor], mode: FakeTe
         tensor._is_param = True
     if lies_elsewhere:
         pretend(tensor)
-    # The new implementation knows none of them.
-    if hooks:
+    # The new implementation knows none of them, nor of hooks to come, if there is a dict for them.
+    if hooks is not None:
         tensor._backward_hooks = _of_users(hooks)
-    if after:
+    if after is not None:
         tensor._post_accumulate_grad_hooks = _of_users(after)
     if is_known:
         tensor.constant = real  # type: ignore[attr-defined]

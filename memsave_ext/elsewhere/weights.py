@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ..shared.large_memory import LargeMemory
 from ..store.folder import absolute_folder
 from ..store.kept import SMALLEST
-from ..store.mapped import MappedFile, is_mapped
+from ..store.mapped import MappedFile, is_mapped, pretend
 from .gradient import is_dense
 
 _ROOM = 1 << 26  # bytes that may stay mapped, or those of the largest weight
@@ -100,7 +101,7 @@ class Weights:
         self._after: dict[tuple[int, int], int] = {}  # which was called after two others
         self._called = (-1, -1)  # the last two
         self._hooks: list[Any] = []
-        threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
+        self._is_watched = False
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +138,8 @@ class Weights:
         for name, param in leaving.items():
             _check(name, param)
         large = [param for param in leaving.values() if _is_large(param)]
-        self._file.file.reserve(param.nbytes for param in large)
+        real = [param for param in large if not isinstance(param, FakeTensor)]
+        self._file.file.reserve(param.nbytes for param in real)
         for param in large:
             self._leave(param)
         for module in model.modules():
@@ -170,7 +172,7 @@ class Weights:
         module = None if following is None else self._modules[following]()
         for param in () if module is None else _own(module):
             if (region := self._file.region_of(param)) is not None:
-                self._file.file.read_ahead(region)
+                region.read_ahead()
 
     def _there(self) -> list[nn.Parameter]:
         return [param for param in self.model.parameters() if self._has(param)]
@@ -179,10 +181,16 @@ class Weights:
         return self._file.region_of(param) is not None
 
     def _leave(self, param: Tensor) -> None:
+        if isinstance(param, FakeTensor):  # a prediction's has no memory
+            pretend(param)
+            return
         there = self._file.empty_like(param)
         there.copy_(param.data)
         param.data = there
         self._largest = max(self._largest, param.nbytes)
+        if not self._is_watched:
+            self._is_watched = True
+            threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
 
     def _watch_calls(self, module: nn.Module) -> None:
         call = _Call(self, len(self._modules))
@@ -254,7 +262,7 @@ def _why_not(param: Tensor) -> str | None:
         return f"is on {param.device}: only weights on the CPU can lie in a folder"
     if param.layout != torch.strided or not is_dense(param):
         return None if not _is_large(param) else "is not dense: make it contiguous before"
-    if _is_large(param) and _is_shared(param):
+    if _is_large(param) and not isinstance(param, FakeTensor) and _is_shared(param):
         return (
             "shares its memory with another tensor, as param.data or a state_dict() from before: "
             "drop that tensor before"

@@ -27,6 +27,7 @@ class MappedFile:
         self.file = File(folder, name, content)
         self._regions: dict[int, Region] = {}  # of tensors, by address
         _all.add(self)
+        _note_use()
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         """Returns a tensor like this one, without its values.
@@ -60,11 +61,18 @@ class MappedFile:
 _all: weakref.WeakSet[MappedFile] = weakref.WeakSet()
 _PLAIN = (Tensor, nn.Parameter)
 _PRETENDS = "_memsave_ext_mapped"  # an attribute of fake tensors
+_used = False  # whether there has ever been one, also a pretended one
+
+
+def _note_use() -> None:
+    global _used
+    _used = True
 
 
 def pretend(fake: Tensor) -> None:
     """Has a prediction's tensor taken for one on mapped memory."""
     setattr(fake, _PRETENDS, True)
+    _note_use()
 
 
 def pretends(tensor: Tensor) -> bool:
@@ -78,12 +86,12 @@ def is_mapped(tensor: Tensor) -> bool:
 
 
 def any_mapped(tensors: Iterable[Tensor]) -> bool:
-    return bool(_all) and any(map(is_mapped, tensors))
+    return _used and any(map(is_mapped, tensors))
 
 
 def in_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Returns those that take memory; of a prediction's, would take it."""
-    if not _all:  # as most often: this is asked of all states in every step
+    if not _used:  # as most often: this is asked of all states in every step
         return list(tensors)
     return [tensor for tensor in tensors if not is_mapped(tensor)]
 

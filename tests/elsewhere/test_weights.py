@@ -1,5 +1,6 @@
 """``weights_on``: weights on mapped memory of a file are weights as any other."""
 
+import contextlib
 import copy
 import errno
 import gc
@@ -17,6 +18,7 @@ from helpers import run_threads
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext.store.file import Region
 from memsave_ext.store.mapped import is_mapped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a folder is for Linux")
@@ -411,9 +413,7 @@ def test_read_ahead_in_the_order_of_the_last_step(tmp_path, monkeypatch):
     net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     handle = ms.weights_on(net, tmp_path)
     read = []
-    monkeypatch.setattr(
-        os, "posix_fadvise", lambda fd, offset, size, advice: read.append(offset // size)
-    )
+    monkeypatch.setattr(Region, "read_ahead", lambda self: read.append(self.offset // self.size))
     for _ in range(2):
         net(torch.ones(1, 256)).sum().backward()
     assert read[-7:] == [1, 2, 3, 3, 2, 1, 0] or read[-7:] == [2, 3, 3, 2, 1, 0, 0], read
@@ -460,6 +460,54 @@ def test_a_full_disk(tmp_path, monkeypatch):
         ms.weights_on(network, tmp_path)
     assert mapped(network()) == 0
     assert_same(net, plain)
+
+
+def test_a_folder_that_goes_and_a_closed_file(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    net, plain = network(), network()
+    ms.weights_on(net, folder)
+    folder.rmdir()
+    for number in range(3, 256):
+        with contextlib.suppress(OSError):
+            if "memsave_ext-" in os.readlink(f"/proc/self/fd/{number}"):
+                os.close(number)
+    losses = train(plain, torch.optim.AdamW(plain.parameters()))
+    assert train(net, torch.optim.AdamW(net.parameters())) == losses
+
+
+def test_models_of_one_folder(tmp_path):
+    nets = [network() for _ in range(3)]
+    for net in nets:
+        ms.weights_on(net, tmp_path)
+    for i, net in enumerate(nets):
+        train(net, torch.optim.SGD(net.parameters(), 0.1), i)
+    for i, net in enumerate(nets):
+        plain = network()
+        train(plain, torch.optim.SGD(plain.parameters(), 0.1), i)
+        assert_same(net, plain)
+
+
+def test_an_interrupted_step(tmp_path):
+    """A step that raises leaves each weight with its old values, or its new ones."""
+    results = []
+    for on in (None, tmp_path):
+        net = network()
+        if on:
+            ms.weights_on(net, on)
+        optimizer = ms.AdamW(net.parameters(), in_backward=True)
+
+        def fail(grad):
+            raise RuntimeError("interrupted")
+
+        net.conv.weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="interrupted"):
+            train(net, optimizer, 1)
+        results.append(net)
+    assert_same(*results)
+    assert any(
+        not torch.equal(p, q) for p, q in zip(net.parameters(), network().parameters(), strict=True)
+    )
 
 
 def test_nothing_is_left_of_it(tmp_path):
