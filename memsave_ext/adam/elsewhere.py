@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dtensor import as_placed, local_tensor
+from ..shared.dtensor import as_placed, local_tensor
 from .files import Files, is_in_file
 from .host_memory import OnCpu
 from .place import Place

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..adam.dtensor import local_tensor
 from ..adam.own_optimizer import step_of
 from ..fakes.mode import fakes, new_mode
 from ..fakes.storages import WORKSPACE, Storages
+from ..shared.dtensor import local_tensor
 from .batch import construct
 from .holdings import Entry, Inventory, Slot
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from ..adam import SGD, AdamW, Lion, formats, in_backward, modes
-from ..adam.dtensor import as_placed
 from ..adam.native import Native
 from ..adam.own_optimizer import OwnStep
 from ..adam.place import Place
 from ..adam.rules import rule_of
 from ..adam.states import check, make_state
+from ..shared.dtensor import as_placed
 from ..shared.table import Text, as_text, format_bytes, print_table
 from . import dry_step
 from .holdings import KINDS, Amount, Entry, Holding, Inventory, Slot, Tally, holding_of

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..adam.dtensor import local_tensor
 from ..adam.files import in_memory
+from ..shared.dtensor import local_tensor
 from ..shared.tensors import dense_parts, plain_tensors, storage_of
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")

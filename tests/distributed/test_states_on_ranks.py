@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import memsave_ext as ms
-from memsave_ext.adam.dtensor import local_tensor
 from memsave_ext.adam.files import is_in_file
+from memsave_ext.shared.dtensor import local_tensor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a folder is for Linux")
 FOLDER = "MEMSAVE_EXT_TEST_FOLDER"  # an environment variable, which the ranks inherit
