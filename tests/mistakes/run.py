@@ -42,6 +42,11 @@ def main() -> None:
     os.chdir(ROOT / "tests")
     os.environ.update(MEMSAVE_EXT_NATIVE="1", PYTHONPATH=str(FOLDER))
     sys.path.insert(0, str(FOLDER))
+    # What most tests import takes longer than they do.
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import torch._subclasses  # noqa: F401
+
     import memsave_ext
 
     assert Path(memsave_ext.__file__).is_relative_to(FOLDER), memsave_ext.__file__
@@ -118,6 +123,8 @@ def _run(number: int | None, tests: list[str], output: int) -> NoReturn:
     """In the forked process, which ends here whatever happens."""
     status = 3  # of an error in pytest itself
     try:
+        import faulthandler
+
         import pytest
 
         os.setpgid(0, 0)
@@ -127,8 +134,6 @@ def _run(number: int | None, tests: list[str], output: int) -> NoReturn:
         if number is not None:
             os.environ[VARIABLE] = str(number)
             options += ["-x", "--tb=line"]
-        import faulthandler
-
         faulthandler.dump_traceback_later(SECONDS * (1 if number is not None else 20), exit=True)
         status = int(pytest.main([*options, *tests]))
         sys.stdout.flush()
