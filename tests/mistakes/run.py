@@ -40,7 +40,7 @@ def main() -> None:
         words = words[2:]
     build()
     os.chdir(ROOT / "tests")
-    os.environ.update(MEMSAVE_EXT_NATIVE="1", PYTHONPATH=str(FOLDER))
+    os.environ.update(MEMSAVE_EXT_NATIVE="1", PYTHONPATH=str(FOLDER), OMP_NUM_THREADS="1")
     sys.path.insert(0, str(FOLDER))
     # What most tests import takes longer than they do.
     import hypothesis  # noqa: F401
