@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..shared.dtensor import as_placed, local_tensor
 from ..store.mapped import is_mapped
-from .dtensor import as_placed, local_tensor
 from .files import Files
 from .host_memory import OnCpu
 from .place import Place

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..shared.dtensor import is_dtensor, local_tensor
 from . import errors, formats
 from .blocks import made, scale_shape, takes_blocks
-from .dtensor import is_dtensor, local_tensor
 from .elements import real_type, zeros_like
 from .elsewhere import put_state
 from .formats import COMPUTED, Codes, StateFormat, made_state_format, param_format_of

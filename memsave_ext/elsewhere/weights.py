@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from ..shared.dtensor import is_dtensor
 from ..shared.large_memory import LargeMemory
 from ..store.folder import absolute_folder
 from ..store.kept import SMALLEST
@@ -256,7 +257,7 @@ def _why_not(param: Tensor) -> str | None:
     """Returns why a parameter cannot lie in a file; None where it can."""
     if is_lazy(param):
         return "has no shape yet: call the model once before"
-    if hasattr(param, "_local_tensor"):
+    if is_dtensor(param):
         return "is a DTensor: weights of one process only can lie elsewhere"
     if param.device.type != "cpu":
         return f"is on {param.device}: only weights on the CPU can lie in a folder"

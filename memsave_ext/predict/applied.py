@@ -16,12 +16,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .. import _parts
-from ..adam.dtensor import is_dtensor
 from ..adam.modes import check_norm
 from ..adam.step_in_backward import InBackward
 from ..memory.figures import make_tracker, untracked
 from ..memory.hooks import Hooks, Names, with_step_hooks
 from ..remat.offload import Offload
+from ..shared.dtensor import is_dtensor
 from ..shared.modules import Modules, is_compiled
 from ..shared.table import format_bytes
 from .techniques import Techniques, place_elsewhere, warn_of_means

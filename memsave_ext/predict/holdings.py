@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..adam.dtensor import local_tensor
+from ..shared.dtensor import local_tensor
 from ..shared.tensors import dense_parts, plain_tensors, storage_of
 from ..store.mapped import in_memory, is_mapped
 

@@ -158,6 +158,29 @@ print(resident()[0] - before, flush=True)
 STATES = 8 * 8 << 20  # bytes
 
 
+def mapped(folder):
+    """Bytes of files in a folder that the process has mapped and in memory."""
+    is_ours, count = False, 0
+    with open("/proc/self/smaps") as lines:
+        for words in map(str.split, lines):
+            if "-" in words[0]:
+                is_ours = len(words) > 5 and words[5].startswith(str(folder))
+            elif is_ours and words[0] == "Rss:":
+                count += int(words[1]) << 10
+    return count
+
+
+def test_what_was_read_leaves_memory_with_the_next_step(tmp_path):
+    params = parameters()
+    optimizer = ms.AdamW(params, in_backward=True, states_on=tmp_path)
+    train(params, optimizer, 1)
+    assert mapped(tmp_path) == 0
+    sum(t.sum() for state in optimizer.state.values() for t in state.values())
+    assert mapped(tmp_path) >= 2 * params[0].nbytes
+    train(params, optimizer, 1)
+    assert mapped(tmp_path) == 0
+
+
 def test_resident_bytes(tmp_path):
     """Of the process, as the system counts them."""
     grown = []

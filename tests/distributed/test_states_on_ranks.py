@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import memsave_ext as ms
-from memsave_ext.adam.dtensor import local_tensor
+from memsave_ext.shared.dtensor import local_tensor
 from memsave_ext.store.mapped import is_mapped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a folder is for Linux")
