@@ -1,10 +1,12 @@
-"""Log-probabilities of tokens and divergences of two heads: peak memory and time of forward and
-backward, beside torch's operators with whole logits, and Liger's chunks of tokens.
+"""Log-probabilities of tokens, also with entropies, and divergences of two heads: peak memory and
+time of forward and backward, beside torch's operators with whole logits, and Liger's chunks of
+tokens.
 
 Peaks are above inputs and weights, as multiples of one head's logits. Times are the process's CPU
 time on one thread, and those of torch in the same round. Liger's Triton kernels need a GPU; what
 runs here is its chunked loss, in eager mode, which is torch's operators on chunks of 1024 tokens.
-It has no log-probabilities by themselves.
+It has no log-probabilities by themselves. The loss with entropies has a bonus for them, so that
+they are differentiated, too.
 
     python benchmarks/linear_kl.py --shapes 4 --save benchmarks/results
 """
@@ -37,8 +39,11 @@ TINY = ((64, 16, 3000),)
 BETAS = {0.0: "KL(teacher || student)", 1.0: "KL(student || teacher)", 0.5: "Jensen-Shannon"}
 TORCH, OURS, LIGER = "torch", "memsave_ext", "Liger, chunks of tokens"
 LOG_PROBS = "log-probabilities"
+ENTROPY = "log-probabilities and entropies"
+BONUS = 0.01  # times the mean entropy
 # Most of a head's logits, and most of the time of torch's operators.
 BARS = (0.5, 2.0)
+ENTROPY_BAR = 1.15  # of the time of log-probabilities alone
 
 
 def liger() -> Any:
@@ -84,9 +89,21 @@ def cases(tokens: int, features: int, classes: int) -> dict[tuple[str, str], Cal
     def gathered() -> Tensor:
         return F.linear(x, weight).log_softmax(-1).gather(-1, target[:, None]).mean()
 
+    def with_entropy_by_torch() -> Tensor:
+        log_p = F.linear(x, weight).log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        return log_p.gather(-1, target[:, None]).mean() + BONUS * entropy.mean()
+
+    def with_entropy() -> Tensor:
+        log_probs, entropy = ms.linear_log_probs(x, weight, target, return_entropy=True)
+        loss: Tensor = log_probs.mean() + BONUS * entropy.mean()
+        return loss
+
     found: dict[tuple[str, str], Callable[[], Tensor]] = {
         (LOG_PROBS, TORCH): run(gathered),
         (LOG_PROBS, OURS): run(lambda: ms.linear_log_probs(x, weight, target).mean()),
+        (ENTROPY, TORCH): run(with_entropy_by_torch),
+        (ENTROPY, OURS): run(with_entropy),
     }
     kernel = liger()
     for beta, name in BETAS.items():
@@ -132,19 +149,21 @@ def measure(shape: tuple[int, int, int], rounds: int, progress: bool) -> list[di
         # All compute one loss.
         torch.testing.assert_close(losses[loss, who], losses[loss, TORCH], rtol=1e-3, atol=1e-4)
         ratios = [a / b for a, b in zip(taken, seconds[loss, TORCH], strict=True)]
-        rows.append(
-            {
-                "loss": loss,
-                "case": who,
-                "tokens": shape[0],
-                "features": shape[1],
-                "classes": shape[2],
-                "peak_bytes": peaks[loss, who],
-                "of_logits": peaks[loss, who] / (4 * tokens * classes),
-                "seconds": median_and_spread(taken)[0],
-                "of_torchs": median_and_spread(ratios)[0],
-            }
-        )
+        row = {
+            "loss": loss,
+            "case": who,
+            "tokens": shape[0],
+            "features": shape[1],
+            "classes": shape[2],
+            "peak_bytes": peaks[loss, who],
+            "of_logits": peaks[loss, who] / (4 * tokens * classes),
+            "seconds": median_and_spread(taken)[0],
+            "of_torchs": median_and_spread(ratios)[0],
+        }
+        if (loss, who) == (ENTROPY, OURS):
+            alone = zip(taken, seconds[LOG_PROBS, OURS], strict=True)
+            row["of_log_probs"] = median_and_spread([a / b for a, b in alone])[0]
+        rows.append(row)
     return rows
 
 
@@ -157,13 +176,16 @@ def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for (what, value), most in zip(values.items(), BARS, strict=True):
                 name = f"{row['loss']}, {shape}: {what}"
                 found.append({"name": name, "value": value, "bar": most, "ok": value <= most})
+            if (value := row.get("of_log_probs")) is not None:
+                name, most = f"{row['loss']}, {shape}: time, of that without entropies", ENTROPY_BAR
+                found.append({"name": name, "value": value, "bar": most, "ok": value <= most})
     return found
 
 
 def line_of(row: dict[str, Any]) -> str:
     shape = f"{row['tokens']} x {row['features']} x {row['classes']}"
     time = f"{row['seconds'] * 1e3:8.1f}ms{row['of_torchs']:8.2f}"
-    return f"{shape:22}{row['loss']:24}{row['case']:26}{row['of_logits']:10.2f}{time}"
+    return f"{shape:22}{row['loss']:34}{row['case']:26}{row['of_logits']:10.2f}{time}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -182,7 +204,7 @@ def main(arguments: list[str] | None = None) -> None:
     if isinstance(reason := liger(), str):
         record["left_out"] = {"liger-kernel": reason}
         show_left_out(record["left_out"])
-    print(f"{'tokens x features x classes':72}{'peak/logits':>10}{'CPU time':>10}{'/torch':>8}")
+    print(f"{'tokens x features x classes':82}{'peak/logits':>10}{'CPU time':>10}{'/torch':>8}")
     rows = Rows(options.save, "linear_kl", record, line=line_of)
     for shape in TINY if options.tiny else SHAPES[: options.shapes]:
         for row in measure(shape, options.rounds, options.progress):

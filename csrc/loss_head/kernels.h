@@ -24,27 +24,37 @@ struct Chunk {
   const void* class_weight;   // (classes) of T; null: ones
   double keep, spread;
   double softcap;  // 0: none
+  bool entropy;    // whether sums and coefficients have the row of entropies
 
   // Whether all classes of a token take part in its distribution, and not the target alone.
   bool mixes() const { return probabilities != nullptr || spread != 0; }
 };
 
-// Calls a function with two types, std::true_type or std::false_type: whether logits are capped,
-// and Chunk::mixes().
+// The exponential of less is 0 in every type. What is multiplied by an exponential is not less than
+// this, so that the product is 0 at a distance of minus infinity, too.
+constexpr float kFarthest = -1000;
+
+// Calls a function with three types, std::true_type or std::false_type: whether logits are capped,
+// Chunk::mixes(), and Chunk::entropy.
 template <typename Function>
 void with_kind(const Chunk& chunk, const Function& function) {
-  const auto with_cap = [&](auto caps) {
-    chunk.mixes() ? function(caps, std::true_type{}) : function(caps, std::false_type{});
+  const auto with = [](bool value, const auto& next) {
+    value ? next(std::true_type{}) : next(std::false_type{});
   };
-  chunk.softcap != 0 ? with_cap(std::true_type{}) : with_cap(std::false_type{});
+  with(chunk.softcap != 0, [&](auto caps) {
+    with(chunk.mixes(), [&](auto mixes) {
+      with(chunk.entropy, [&](auto entropy) { function(caps, mixes, entropy); });
+    });
+  });
 }
 
 // Device pointers; `stream` is a cudaStream_t, null on the CPU. No function synchronises. Results
 // are the same bits for any number of threads.
 struct Kernels {
-  // Adds the chunk to sums (3, tokens) of T.
+  // Adds the chunk to sums (3, tokens) of T, (4, tokens) with entropy.
   void (*reduce)(const Chunk&, void* sums, void* stream);
-  // Replaces the logits by their gradients. coefficients: (4, tokens) of T.
+  // Replaces the logits by their gradients. coefficients: (4, tokens) of T,
+  // (5, tokens) with entropy.
   void (*gradient)(const Chunk&, const void* coefficients, void* stream);
 };
 

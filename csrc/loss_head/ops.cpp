@@ -61,6 +61,13 @@ Chunk chunk_of(const Tensor& logits, const std::optional<Tensor>& target,
   return chunk;
 }
 
+// Checks `tensor`, which has so many rows, and one more with entropy.
+void take(Chunk& chunk, const char* name, const Tensor& tensor, int64_t rows,
+          const Tensor& logits) {
+  chunk.entropy = tensor.dim() == 2 && tensor.size(0) == rows + 1;
+  check(name, tensor, {rows + chunk.entropy, chunk.tokens}, wide_type(logits), logits);
+}
+
 const Kernels& kernels_for([[maybe_unused]] c10::Device device) {
 #ifdef MEMSAVE_EXT_WITH_CUDA
   if (device.is_cuda()) return cuda_kernels;
@@ -71,9 +78,8 @@ const Kernels& kernels_for([[maybe_unused]] c10::Device device) {
 void reduce(const Tensor& sums, const Tensor& logits, const std::optional<Tensor>& target,
             const std::optional<Tensor>& probabilities, const std::optional<Tensor>& class_weight,
             int64_t first, double keep, double spread, double softcap) {
-  const Chunk chunk =
-      chunk_of(logits, target, probabilities, class_weight, first, keep, spread, softcap);
-  check("sums", sums, {3, chunk.tokens}, wide_type(logits), logits);
+  Chunk chunk = chunk_of(logits, target, probabilities, class_weight, first, keep, spread, softcap);
+  take(chunk, "sums", sums, 3, logits);
   if (logits.numel() == 0) return;
   const c10::DeviceGuard on_device(logits.device());
   kernels_for(logits.device()).reduce(chunk, sums.mutable_data_ptr(), stream_of(logits.device()));
@@ -82,9 +88,8 @@ void reduce(const Tensor& sums, const Tensor& logits, const std::optional<Tensor
 void gradient(const Tensor& logits, const Tensor& coefficients, const std::optional<Tensor>& target,
               const std::optional<Tensor>& probabilities, const std::optional<Tensor>& class_weight,
               int64_t first, double keep, double spread, double softcap) {
-  const Chunk chunk =
-      chunk_of(logits, target, probabilities, class_weight, first, keep, spread, softcap);
-  check("coefficients", coefficients, {4, chunk.tokens}, wide_type(logits), logits);
+  Chunk chunk = chunk_of(logits, target, probabilities, class_weight, first, keep, spread, softcap);
+  take(chunk, "coefficients", coefficients, 4, logits);
   if (logits.numel() == 0) return;
   const c10::DeviceGuard on_device(logits.device());
   kernels_for(logits.device())

@@ -223,7 +223,7 @@ def _norm(name: str, dtype: torch.dtype) -> Kernel:
 # Tokens, classes, what is given, softcap; the second and the fourth are not aligned.
 _CHUNKS = [
     (64, 2048, "target", 0.0), (3, 33, "target", 30.0), (17, 1000, "probabilities", 0.0),
-    (5, 4099, "weights", 0.0), (1, 1, "target", 0.0),
+    (5, 4099, "weights", 0.0), (1, 1, "target", 0.0), (9, 515, "entropy", 30.0),
 ]  # fmt: skip
 
 
@@ -233,17 +233,18 @@ def _chunk(
     """Returns sums of other classes, logits, coefficients, and the other arguments of a chunk."""
     logits = _random((tokens, classes), dtype, device, classes % 2)
     wide = _F64 if dtype == _F64 else _F32
-    sums = torch.rand(3, tokens, device=device, dtype=wide) + 0.5
+    entropy = given == "entropy"
+    sums = torch.rand(3 + entropy, tokens, device=device, dtype=wide) + 0.5
     maximum = logits.to(wide).amax(1).clamp_min(3.0)
     log_sum = (logits.to(wide) - maximum[:, None]).exp().sum(1).log()
-    scale = torch.rand(2, tokens, device=device, dtype=wide) / tokens
+    scale = torch.rand(2 + entropy, tokens, device=device, dtype=wide) / tokens
     scale[:, tokens // 2 + 1 :: 5] = 0.0  # tokens that are ignored
     target = torch.randint(-2, classes + 3, (tokens,), device=device)
     probabilities = None
     if given == "probabilities":
         probabilities = torch.rand(tokens, classes, device=device, dtype=wide)
     weights = torch.rand(classes, device=device, dtype=wide) if given == "weights" else None
-    spread = 0.0 if given == "target" else 0.1 / classes
+    spread = 0.0 if given in ("target", "entropy") else 0.1 / classes
     rest = (None if probabilities is not None else target, probabilities, weights, 0, 0.9, spread)
     return sums, logits, torch.stack([maximum, log_sum, *scale]), (*rest, softcap)
 

@@ -1,12 +1,13 @@
-"""Callbacks for libraries that train models, each in a module that imports its library when it is
-first used: ``ms.integrations.transformers.Fit``, ``ms.integrations.lightning.Fit``."""
+"""What is for libraries that train models, each in a module that imports its library when it is
+first used: ``ms.integrations.transformers.Fit``, ``ms.integrations.lightning.Fit``,
+``ms.integrations.trl.patch_lm_head``."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-_MODULES = ("lightning", "transformers")
+_MODULES = ("lightning", "transformers", "trl")
 
 
 def __getattr__(name: str) -> Any:

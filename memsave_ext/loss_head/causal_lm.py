@@ -38,10 +38,13 @@ def patch_causal_lm(
         z_loss: times the square of the log-sum-exp of a token's logits is added to its loss.
         outputs: names of what the model's output has besides, where the loss is without logits.
             ``"token_losses"``: in float32, 0 where a label is ignored, without the z-loss.
-            ``"lse"``: the log-sum-exp of the logits, in float32. ``"predicted_tokens"``: int64.
-            ``"token_accuracy"``: the share of the labels that are predicted; NaN of none. All but
-            the last have the labels' shape, ``(batch, tokens)``, and stand where the token is that
-            predicts, one before the label. The first two have gradients.
+            ``"log_probs"``: the same with their sign turned. ``"entropy"``: of the softmax of the
+            logits, in nats and float32, 0 where a label is ignored. ``"lse"``: the log-sum-exp of
+            the logits, in float32. ``"mean_logits"``: over the vocabulary, in float32, 0 where a
+            label is ignored. ``"predicted_tokens"``: int64. ``"token_accuracy"``: the share of the
+            labels that are predicted; NaN of none. All but the last have the labels' shape,
+            ``(batch, tokens)``, and stand where the token is that predicts, one before the label.
+            The first four have gradients.
         chunk_size, debug: as in :func:`linear_cross_entropy`.
 
     Returns:

@@ -47,10 +47,12 @@ class CrossEntropy(Chunks):
         return indices, probabilities, weight, first, self.keep, self.spread, softcap
 
     def loss(self) -> tuple[Found, Tensor]:
-        """Returns what is found, and for each token the coefficients of its gradient."""
+        """Returns what is found, and the coefficients of each token's gradient, in a fifth row its
+        entropy where that is asked for."""
         of_blocks = []
         for tokens in self.blocks():
-            sums = self.input.new_zeros((3, tokens.stop - tokens.start), dtype=self.wide)
+            rows = 3 + self.options.entropy
+            sums = self.input.new_zeros((rows, tokens.stop - tokens.start), dtype=self.wide)
             sums[0] = -torch.inf
             of_blocks.append(sums)
         totals = sums.new_zeros(self.tokens)  # of each token's distribution
@@ -90,8 +92,13 @@ class CrossEntropy(Chunks):
         # NaN where the softmax is: torch's gradients are then, of tokens that do not count, too.
         of_softmax = totals * scale + 0 * (maximum + log_sum)
         lse = maximum + log_sum if self.options.lse else None
-        found = Found(loss, lse, None if best is None else best.place)
-        return found, torch.stack([maximum, log_sum, of_softmax, scale])
+        coefficients = [maximum, log_sum, of_softmax, scale]
+        entropy = None
+        if self.options.entropy:  # a sum of two numbers that are not negative
+            entropy = log_sum - sums[3] / sums[1]
+            coefficients.append(entropy)
+        found = Found(loss, lse, None if best is None else best.place, entropy)
+        return found, torch.stack(coefficients)
 
     def replaced(self, coefficients: Tensor) -> Iterator[Chunk]:
         """Yields the chunks, their logits replaced by their gradients."""

@@ -35,6 +35,7 @@ def linear_cross_entropy(
     loss_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     return_predicted: bool = False,
+    return_entropy: bool = False,
     debug: bool = False,
 ) -> Any:
     """Compute ``cross_entropy(linear(input, linear_weight), target)`` without the logits.
@@ -62,6 +63,9 @@ def linear_cross_entropy(
             ``loss + 1e-4 * lse.square().mean()`` is a loss with a z-loss.
         return_predicted: also return the class of each token's largest logit, of that shape, int64:
             ``(predicted == target).float().mean()`` is the accuracy.
+        return_entropy: also return the entropy of each token's softmax, in nats, whether its target
+            counts or not; of the shape and dtype of the log-sum-exp. It has a gradient. A class
+            whose logit is minus infinity has no part in it.
         debug: warn in backward where the gradient of ``linear_weight`` is whole, and why.
 
     Returns:
@@ -86,6 +90,7 @@ def linear_cross_entropy(
         loss_dtype=loss_dtype,
         return_lse=return_lse,
         return_predicted=return_predicted,
+        return_entropy=return_entropy,
         debug=debug,
     )
     return as_asked(found)
@@ -119,6 +124,7 @@ def _loss_of(
     loss_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     return_predicted: bool = False,
+    return_entropy: bool = False,
     debug: bool = False,
 ) -> Found:
     check_tensors(input=input, linear_weight=linear_weight, target=target)
@@ -133,7 +139,7 @@ def _loss_of(
     check_softcap("softcap", softcap)
     check_chunk_size(chunk_size)
     ignored = -100 if ignore_index is None else ignore_index
-    asked = return_lse, return_predicted
+    asked = return_lse, return_predicted, return_entropy
     loss_options = Options(reduction, ignored, label_smoothing, softcap, *asked)
     tensors = (input, linear_weight, linear_bias, target, weight)
     if not _is_chunked(*tensors, loss_options, has_probabilities) or _divides_by_zero(

@@ -34,7 +34,7 @@ class Head(torch.autograd.Function):
         settings: Settings,
         options: Options,
         result: torch.dtype,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
         tensors = input, linear_weight, linear_bias, target, weight
         with torch.autocast(input.device.type, enabled=False):
@@ -43,10 +43,12 @@ class Head(torch.autograd.Function):
         ctx.settings, ctx.options = settings, options
         if found.predicted is not None:
             ctx.mark_non_differentiable(found.predicted)
-        return found.loss.to(result), found.lse, found.predicted
+        return found.loss.to(result), found.lse, found.predicted, found.entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: Any, grad_entropy: Tensor | None
+    ) -> Any:
         input, linear_weight, linear_bias, target, weight, coefficients = ctx.saved_tensors
         tensors = input, linear_weight, linear_bias, target, weight
         options: Options = ctx.options
@@ -56,18 +58,23 @@ class Head(torch.autograd.Function):
 
                 def results(*cast: Any) -> list[Tensor | None]:
                     found = reference(cast[0], cast[1], target, cast[2], weight, options)
-                    return [found.loss, found.lse]
+                    return [found.loss, found.lse, found.entropy]
 
-                return *differentiable(ctx, results, tensors[:3], [grad, grad_lse]), *none
-            coefficients = coefficients.clone()
+                grads = [grad, grad_lse, grad_entropy]
+                return *differentiable(ctx, results, tensors[:3], grads), *none
+            entropy = coefficients[4:]
+            coefficients = coefficients[: 4 if grad_entropy is None else 5].clone()
             if grad is None:
-                coefficients[2:] = 0
+                coefficients[2:4] = 0
             else:
                 if target.dim() == 1:  # one that is not finite has no part where nothing counts
                     grad = torch.where(target != options.ignore_index, grad, 0.0)
-                coefficients[2:] *= grad.to(coefficients.dtype)
+                coefficients[2:4] *= grad.to(coefficients.dtype)
             if grad_lse is not None:  # its gradient is the softmax
                 coefficients[2] += grad_lse
+            if grad_entropy is not None:  # its gradient is -p * (log(p) + entropy)
+                coefficients[4] = -grad_entropy
+                coefficients[2] -= grad_entropy * entropy[0]
             chunks = CrossEntropy(*tensors, ctx.settings, options)
             return *gradients(ctx, chunks, chunks.replaced(coefficients)), *none
 

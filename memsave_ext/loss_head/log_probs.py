@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .function import as_asked, check_tensors, loss_of
+from .chunks import Chunks, Settings, shape_of_chunk
+from .function import as_asked, check_tensors, logits_dtype, loss_of
 from .reference import Found
+
+_OF_CAPPED = 3  # tensors of a chunk's logits at once, where a mean is of capped ones
 
 
 def linear_log_probs(
@@ -24,6 +27,7 @@ def linear_log_probs(
     chunk_size: int | None = None,
     return_lse: bool = False,
     return_predicted: bool = False,
+    return_entropy: bool = False,
     debug: bool = False,
 ) -> Any:
     """Compute ``log_softmax(linear(input, linear_weight))`` at the target of each token, without
@@ -47,6 +51,8 @@ def linear_log_probs(
         chunk_size, debug: as in :func:`linear_cross_entropy`.
         return_lse: also return the log-sum-exp of each token's logits, which has a gradient.
         return_predicted: also return the class of each token's largest logit, int64.
+        return_entropy: also return the entropy of each token's softmax, in nats, those of ignored
+            tokens, too; it has a gradient, of a bonus for instance.
 
     Returns:
         The log-probabilities ``(...)``, in float32, or in float64 for inputs of it; or a tuple of
@@ -81,10 +87,34 @@ def linear_log_probs(
         loss_dtype=torch.promote_types(input.dtype, torch.float32),
         return_lse=return_lse,
         return_predicted=return_predicted,
+        return_entropy=return_entropy,
         debug=debug,
     )
-    lse, predicted = (None if v is None else v.view(target.shape) for v in found[1:])
-    return as_asked(Found(-found.loss.view(target.shape), lse, predicted))
+    more = (None if v is None else v.view(target.shape) for v in found[1:])
+    return as_asked(Found(-found.loss.view(target.shape), *more))
+
+
+@torch.no_grad()
+def mean_logits(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, softcap: float | None
+) -> Tensor:
+    """Returns (N), the mean of each token's logits over the classes, in float32 at least. Capped
+    ones are computed in chunks; the mean of others is the product with the mean row."""
+    wide = torch.promote_types(input.dtype, torch.float32)
+    if softcap is None:
+        with torch.autocast(input.device.type, enabled=False):
+            of_bias = 0.0 if linear_bias is None else linear_bias.mean(dtype=wide)
+            return input.to(wide) @ linear_weight.mean(0, dtype=wide) + of_bias
+    tokens, classes = shape_of_chunk(
+        len(input), linear_weight.shape, linear_weight.is_cuda, _OF_CAPPED
+    )
+    settings = Settings(logits_dtype(input), classes, tokens, in_region=False, debug=False)
+    total = input.new_zeros(len(input), dtype=wide)
+    with torch.autocast(input.device.type, enabled=False):
+        for chunk in Chunks(input, linear_weight, linear_bias, settings):
+            capped = torch.tanh(chunk.logits.to(wide) / softcap)
+            total[chunk.tokens] += softcap * capped.sum(1)
+    return total / len(linear_weight)
 
 
 def check_temperature(temperature: float) -> None:

@@ -66,6 +66,12 @@ class Chunk:
         return product
 
 
+def _not_farther(distances: Tensor) -> Tensor:
+    """Returns distances whose product with their exponentials is 0 at minus infinity, too: the
+    exponential of -1000 is 0 in every type."""
+    return torch.where(distances < -1000, -1000.0, distances)
+
+
 @torch.no_grad()
 def reduce_(
     sums: Tensor,
@@ -79,10 +85,15 @@ def reduce_(
     softcap: float,
 ) -> None:
     chunk = Chunk(logits, target, probabilities, class_weight, first, keep, spread, softcap)
-    before, total, dot = sums.unbind()
+    before, total, dot, *entropy = sums.unbind()
     maximum = torch.maximum(before, chunk.logits.amax(1))
     base = torch.where(maximum == -torch.inf, 0.0, maximum)
-    total.mul_((before - base).exp()).add_((chunk.logits - base[:, None]).exp().sum(1))
+    moved, distances = before - base, chunk.logits - base[:, None]
+    factor, powers = moved.exp(), distances.exp()
+    for moment in entropy:
+        moment.add_(total * _not_farther(moved)).mul_(factor)
+        moment.add_((powers * _not_farther(distances)).sum(1))
+    total.mul_(factor).add_(powers.sum(1))
     before.copy_(maximum)
     dot.add_(chunk.distributed(chunk.logits).sum(1))
 
@@ -100,12 +111,16 @@ def gradient_(
     softcap: float,
 ) -> None:
     chunk = Chunk(logits, target, probabilities, class_weight, first, keep, spread, softcap)
-    maximum, log_sum, of_softmax, of_target = (row[:, None] for row in coefficients)
-    gradient = of_softmax * (chunk.logits - maximum - log_sum).exp()
-    gradient = gradient - chunk.distributed(of_target)
+    maximum, log_sum, of_softmax, of_target, *entropy = (row[:, None] for row in coefficients)
+    distances = chunk.logits - maximum - log_sum
+    factor, unused = of_softmax, (of_softmax == 0) & (of_target == 0)
+    for of_entropy in entropy:
+        factor = factor + of_entropy * _not_farther(distances)
+        unused = unused & (of_entropy == 0)
+    gradient = factor * distances.exp() - chunk.distributed(of_target)
     if softcap:
         gradient = gradient * (1 - chunk.tanh.square())
-    logits.copy_(torch.where((of_softmax == 0) & (of_target == 0), 0.0, gradient))
+    logits.copy_(torch.where(unused, 0.0, gradient))
 
 
 def _nothing(*_: object) -> None:
@@ -114,11 +129,13 @@ def _nothing(*_: object) -> None:
 
 _library = torch.library.Library("memsave_ext", "FRAGMENT")
 # Adds a chunk to `sums` (3, N): the largest logit, the sum of the exponentials of the logits less
-# the largest one, and the sum of a[c] * logits[c].
+# the largest one, and the sum of a[c] * logits[c]. A fourth row is for the entropy: the sum of the
+# exponentials, each times the logit less the largest one.
 _library.define(f"linear_cross_entropy_reduce_(Tensor(a!) sums, Tensor logits, {_CHUNK}) -> ()")
 # Replaces the logits by their gradients. `coefficients` (4, N): the largest logit, the log of the
 # sum of the exponentials of the logits less the largest, and what the softmax and what `a` are
-# multiplied by. Tokens whose last two are 0 have gradients of 0.
+# multiplied by. A fifth row is for the entropy: what the softmax times its logarithm is multiplied
+# by. Tokens whose rows from the third on are 0 have gradients of 0.
 _library.define(
     f"linear_cross_entropy_gradient_(Tensor(a!) logits, Tensor coefficients, {_CHUNK}) -> ()"
 )

@@ -16,10 +16,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..remat.recorder import unrecorded
 from .function import loss_of
-from .log_probs import scaled
+from .log_probs import mean_logits, scaled
 from .reference import Found
 
-OUTPUTS = "token_losses", "lse", "predicted_tokens", "token_accuracy"
+OUTPUTS = (
+    "token_losses",
+    "log_probs",
+    "entropy",
+    "lse",
+    "mean_logits",
+    "predicted_tokens",
+    "token_accuracy",
+)
 
 
 class Options(NamedTuple):
@@ -192,6 +200,8 @@ class Patched:
     # A compiled graph ends at each of these: who is in a forward is not known when it is traced.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("fused_lm_head"):  # TRL's, which does not call the head, and has no logits
+            return None
         given = self._signature.bind_partial(*args, **kwargs).arguments
         with_labels = model.training and given.get("labels") is not None
         replica: Any = None if model is self._model else model  # of DataParallel
@@ -263,9 +273,13 @@ class Patched:
             loss_dtype=torch.promote_types(hidden.dtype, torch.float32),
             return_lse=options.z_loss > 0 or "lse" in options.outputs,
             return_predicted=bool({"predicted_tokens", "token_accuracy"} & {*options.outputs}),
+            return_entropy="entropy" in options.outputs,
         )
         counted = target != ignore_index
-        call.outputs = self._named(found, target, counted, labels.shape)
+        mean = None
+        if "mean_logits" in options.outputs:
+            mean = mean_logits(hidden.detach(), call.head.weight, bias, form.softcap)
+        call.outputs = self._named(found, mean, target, counted, labels.shape)
         losses = found.loss
         if options.z_loss and found.lse is not None:
             losses = losses + options.z_loss * torch.where(counted, found.lse, 0.0).square()
@@ -277,10 +291,20 @@ class Patched:
         return (losses.sum() / num_items_in_batch).float()
 
     def _named(
-        self, found: Found, target: Tensor, counted: Tensor, shape: torch.Size
+        self,
+        found: Found,
+        mean: Tensor | None,
+        target: Tensor,
+        counted: Tensor,
+        shape: torch.Size,
     ) -> dict[str, Tensor]:
         """Returns what the model's output has besides."""
-        of_tokens = {"token_losses": found.loss, "lse": found.lse}
+
+        def of_counted(values: Tensor | None) -> Tensor | None:
+            return None if values is None else torch.where(counted, values, 0.0)
+
+        of_tokens = {"token_losses": found.loss, "log_probs": -found.loss, "lse": found.lse}
+        of_tokens["entropy"], of_tokens["mean_logits"] = of_counted(found.entropy), of_counted(mean)
         of_tokens["predicted_tokens"] = found.predicted
         named = {name: v.view(shape) for name, v in of_tokens.items() if v is not None}
         if found.predicted is not None:

@@ -13,12 +13,14 @@ class Found(NamedTuple):
     """What a call finds; ``lse`` and ``predicted`` have the shape of losses that are not reduced.
 
     ``lse`` is the logarithm of the sum of the exponentials of a token's logits, in float32 at
-    least, and ``predicted`` the class of the largest one; None where none is asked for.
+    least, ``predicted`` the class of the largest one, and ``entropy`` that of their softmax, in
+    nats and the type of ``lse``; None where none is asked for.
     """
 
     loss: Tensor
     lse: Tensor | None
     predicted: Tensor | None
+    entropy: Tensor | None
 
 
 class Options(NamedTuple):
@@ -30,6 +32,7 @@ class Options(NamedTuple):
     softcap: float | None
     lse: bool = False  # whether it is asked for
     predicted: bool = False  # whether it is
+    entropy: bool = False  # whether it is
 
 
 def reference(
@@ -60,7 +63,15 @@ def reference(
     of_class = input.dim() - 1  # the dimension of the classes
     wide = torch.promote_types(logits.dtype, torch.float32)
     lse = logits.to(wide).logsumexp(of_class) if options.lse else None
-    return Found(loss, lse, logits.argmax(of_class) if options.predicted else None)
+    predicted = logits.argmax(of_class) if options.predicted else None
+    entropy = _entropy(logits.to(wide), of_class) if options.entropy else None
+    return Found(loss, lse, predicted, entropy)
+
+
+def _entropy(logits: Tensor, of_class: int) -> Tensor:
+    """Returns that of the softmax. A class of a logit of minus infinity has no part in it."""
+    log_p = logits.log_softmax(of_class)
+    return -(log_p.exp() * torch.where(log_p == -torch.inf, 0.0, log_p)).sum(of_class)
 
 
 def check(

@@ -452,7 +452,7 @@ def test_linear_kl_end_to_end(tmp_path, capsys):
     (path,) = tmp_path.glob("linear_kl-*.json")
     (record,) = json.loads(path.read_text())
     made = {(row["loss"], row["case"]) for row in record["rows"]}
-    for loss in (benchmark.LOG_PROBS, *benchmark.BETAS.values()):
+    for loss in (benchmark.LOG_PROBS, benchmark.ENTROPY, *benchmark.BETAS.values()):
         assert {(loss, benchmark.TORCH), (loss, benchmark.OURS)} <= made
     assert ("liger-kernel" in record.get("left_out", {})) == isinstance(benchmark.liger(), str)
     assert "peak, of the logits" in capsys.readouterr().out

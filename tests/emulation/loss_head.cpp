@@ -17,7 +17,7 @@ constexpr double kNone = -std::numeric_limits<double>::infinity();
 struct Case {
   DType dtype;
   int64_t tokens, classes;
-  bool caps, probabilities, smooth, weighted;
+  bool caps, probabilities, smooth, weighted, entropy;
   size_t offset = 0;  // of the logits' first, in elements, from what is aligned
 };
 
@@ -35,7 +35,7 @@ class Problem {
         logits_(stored(of.dtype), count(), of.offset),
         probabilities_(wide_, of.probabilities ? count() : 0),
         weight_(wide_, of.weighted ? of.classes : 0),
-        coefficients_(wide_, 4 * of.tokens),
+        coefficients_(wide_, (4 + of.entropy) * of.tokens),
         target_(of.tokens) {
     Generator generator(of.classes);
     for (size_t i = 0; i < count(); ++i) {
@@ -46,7 +46,9 @@ class Problem {
     for (size_t i = 0; i < coefficients_.count(); ++i) {
       // The last token is ignored.
       const bool ignored = i % of.tokens == static_cast<size_t>(of.tokens - 1) && of.tokens > 1;
-      coefficients_.set(i, ignored ? 0 : 1 + 0.3 * normal(generator));
+      // That of the entropy is small, so that no gradient is more than half has.
+      const double scale = i < static_cast<size_t>(4 * of.tokens) ? 1 : 0.1;
+      coefficients_.set(i, ignored ? 0 : scale * (1 + 0.3 * normal(generator)));
     }
     for (int64_t t = 0; t < of.tokens; ++t) target_[t] = kFirst + 7 * t % (of.classes + 2) - 1;
   }
@@ -67,11 +69,12 @@ class Problem {
     chunk.keep = keep();
     chunk.spread = spread();
     chunk.softcap = of_.caps ? kCap : 0;
+    chunk.entropy = of_.entropy;
     return chunk;
   }
 
   Memory reduced() const {
-    Memory sums(wide_, 3 * of_.tokens);
+    Memory sums(wide_, (3 + of_.entropy) * of_.tokens);
     for (size_t i = 0; i < sums.count(); ++i) {
       sums.set(i, i >= static_cast<size_t>(of_.tokens) ? 1 : i % 2 == 0 ? kNone : 1.5);
     }
@@ -90,15 +93,19 @@ class Problem {
       double maximum = t % 2 == 0 ? kNone : 1.5, dot = 1;
       for (int64_t c = 0; c < of_.classes; ++c) maximum = std::fmax(maximum, capped(t, c));
       const double base = maximum == kNone ? 0 : maximum;
-      double sum = t % 2 == 0 ? 0 : std::exp(1.5 - base);
+      // The sum of the exponentials before is 1 and so is that of their products with distances.
+      const double before = t % 2 == 0 ? 0 : std::exp(1.5 - base);
+      double sum = before, moment = before == 0 ? 0 : before * (1 + 1.5 - base);
       for (int64_t c = 0; c < of_.classes; ++c) {
         sum += std::exp(capped(t, c) - base);
+        moment += product(capped(t, c) - base);
         if (a(t, c) != 0 || mixes()) dot += a(t, c) * capped(t, c);
         expect("gradient", gradient.get(t * of_.classes + c), gradient_at(t, c), stored(of_.dtype));
       }
       expect("maximum", sums.get(t), maximum, wide_);
       expect("sum", sums.get(of_.tokens + t), sum, wide_);
       expect("dot", sums.get(2 * of_.tokens + t), dot, wide_);
+      if (of_.entropy) expect("moment", sums.get(3 * of_.tokens + t), moment, wide_);
     }
   }
 
@@ -122,11 +129,18 @@ class Problem {
     return (keep() * part + spread()) * (of_.weighted ? weight_.get(c) : 1);
   }
 
+  // exp(distance) * distance.
+  static double product(double distance) {
+    return distance == kNone ? 0 : std::exp(distance) * distance;
+  }
+
   double gradient_at(int64_t t, int64_t c) const {
     const auto of = [&](int64_t row) { return coefficients_.get(row * of_.tokens + t); };
-    if (of(2) == 0 && of(3) == 0) return 0;
-    const double logit = capped(t, c);
-    const double gradient = of(2) * std::exp(logit - of(0) - of(1)) - of(3) * a(t, c);
+    const double of_entropy = of_.entropy ? of(4) : 0;
+    if (of(2) == 0 && of(3) == 0 && of_entropy == 0) return 0;
+    const double logit = capped(t, c), distance = logit - of(0) - of(1);
+    const double gradient =
+        of(2) * std::exp(distance) + of_entropy * product(distance) - of(3) * a(t, c);
     return of_.caps ? gradient * (1 - logit / kCap * (logit / kCap)) : gradient;
   }
 
@@ -181,21 +195,21 @@ int main(int argc, char** argv) {
                              size_t offset) {
       for (const auto& [tokens, classes] : sizes) {
         run({static_cast<DType>(dtype), tokens, classes, (variant & 1) != 0, (variant & 2) != 0,
-             (variant & 4) != 0, (variant & 8) != 0, offset},
+             (variant & 4) != 0, (variant & 8) != 0, (variant & 16) != 0, offset},
             options.orders);
       }
     };
-    for (int variant = 0; variant < 16; ++variant) {
+    for (int variant = 0; variant < 32; ++variant) {
       run_all(variant, {{1, 1}, {3, 40}, {4, 257}}, variant % 3);
       run_all(variant, {{9, 19}, {2, 1100}}, 0);
     }
     // Every place at which a row can begin, and rows that a block reduces.
-    for (const int variant : {0, 15}) {
+    for (const int variant : {0, 15, 16}) {
       for (size_t offset = 0; offset < 8; ++offset) run_all(variant, {{2, 5}, {1, 24}}, offset);
       run_all(variant, {{2, 4352}, {2, 4359}}, variant % 7);
     }
     if (options.large) {
-      run({static_cast<DType>(dtype), 300, 8192, true, false, true, true}, options.orders);
+      run({static_cast<DType>(dtype), 300, 8192, true, false, true, true, true}, options.orders);
     }
   }
   finish(options, "loss head");

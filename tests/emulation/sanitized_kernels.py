@@ -176,9 +176,10 @@ def test_adam_norm_pass():
 # ---- loss head ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
 @pytest.mark.parametrize("kind", ["target", "probabilities", "weights"])
 @pytest.mark.parametrize("dtype", [FP64, FP32, FP16, BF16], ids=str)
-def test_loss_head(dtype, kind):
+def test_loss_head(dtype, kind, entropy):
     """Chunks whose rows are whole vectors and not, one at an odd address, the last one short."""
     wide = FP64 if dtype == FP64 else FP32
     for tokens, classes, cap in ((5, 300, 0.0), (3, 1027, 30.0), (1, 1, 0.0), (70, 64, 0.0)):
@@ -189,9 +190,10 @@ def test_loss_head(dtype, kind):
         weights = torch.rand(classes, device=DEVICE, dtype=wide) if kind == "weights" else None
         by_row = kind == "probabilities"
         rest = (None if by_row else target, given if by_row else None, weights, 0, 0.9, 0.01, cap)
-        sums = torch.zeros(3, tokens, device=DEVICE, dtype=wide)
+        sums = torch.zeros(3 + entropy, tokens, device=DEVICE, dtype=wide)
         ops.linear_cross_entropy_reduce_(sums, logits, *rest)
-        coefficients = torch.stack([sums[0], sums[1].log(), sums[1] * 0 + 1, sums[1] * 0 + 1])
+        ones = torch.ones_like(sums[0])
+        coefficients = torch.stack([sums[0], sums[1].log(), *[ones] * (2 + entropy)])
         ops.linear_cross_entropy_gradient_(logits, coefficients, *rest)
         finite(sums, logits)
 

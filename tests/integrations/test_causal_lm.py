@@ -169,7 +169,10 @@ def test_a_forward_that_raises_leaves_no_trace():
     assert model(input_ids=batch()["input_ids"]).logits.shape == (3, 8, 300)
 
 
-OUTPUTS = ["token_losses", "lse", "predicted_tokens", "token_accuracy"]
+OUTPUTS = [
+    "token_losses", "log_probs", "entropy", "lse", "mean_logits", "predicted_tokens",
+    "token_accuracy",
+]  # fmt: skip
 
 
 def by_logits(model):
@@ -178,19 +181,23 @@ def by_logits(model):
     target = F.pad(batch()["labels"], (0, 1), value=-100)[:, 1:]
     counted, lse = target != -100, logits.logsumexp(-1)
     losses = F.cross_entropy(logits.mT, target, reduction="none")
+    log_p = logits.log_softmax(-1)
+    entropy = torch.where(counted, -(log_p.exp() * log_p).sum(-1), 0.0)
+    mean = torch.where(counted, logits.detach().mean(-1), 0.0)
     predicted = logits.argmax(-1)
     accuracy = (predicted == target)[counted].float().mean()
     loss = (losses + 0.01 * lse.square())[counted].mean()
-    return loss, [losses, lse, predicted, accuracy]
+    return loss, [losses, -losses, entropy, lse, mean, predicted, accuracy]
 
 
 @every_model
 def test_z_loss_and_outputs_besides(make):
     model = no_dropout(made(make))
-    weights = torch.rand(2, 3, 8)
+    weights = torch.rand(4, 3, 8)
 
     def all_gradients(loss, outputs):
-        total = loss + (outputs[0] * weights[0]).sum() + (outputs[1] * weights[1]).sum()
+        assert [output.requires_grad for output in outputs] == 4 * [True] + 3 * [False]
+        total = loss + (torch.stack(outputs[:4]) * weights).sum()
         return torch.autograd.grad(total, list(model.parameters()), allow_unused=True)
 
     expected, right = by_logits(model)

@@ -15,6 +15,7 @@ PAGES = {  # and what they need
     "trainers/lightning": ["lightning.pytorch"],
     "trainers/accelerate": ["accelerate"],
     "trainers/timm": ["timm"],
+    "trainers/trl": ["transformers", "trl"],
 }
 
 if not ms._native.available:

@@ -1,5 +1,5 @@
-"""linear_log_probs, and the log-sum-exp and predicted classes that calls can return, beside torch's
-operators in float64."""
+"""linear_log_probs, and the log-sum-exp, predicted classes and entropies that calls can return,
+beside torch's operators in float64."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from losses import in_dtype, problem
 
 import memsave_ext as ms
 
+EVERYTHING = {"return_lse": True, "return_predicted": True, "return_entropy": True}
 WIDE = {torch.float64: torch.float64}  # of results; float32 of all others
 
 
@@ -19,7 +20,17 @@ def by_torch(x, w, t, b=None, *, ignore_index=-100, softcap=None, temperature=1.
     logits = logits.to(WIDE.get(x.dtype, torch.float32)) / temperature
     counted = t != ignore_index
     chosen = logits.log_softmax(-1).gather(-1, torch.where(counted, t, 0)[..., None])[..., 0]
-    return torch.where(counted, chosen, 0.0), logits.logsumexp(-1), logits.argmax(-1)
+    return (
+        torch.where(counted, chosen, 0.0),
+        logits.logsumexp(-1),
+        logits.argmax(-1),
+        entropy(logits),
+    )
+
+
+def entropy(logits):
+    log_p = logits.log_softmax(-1)
+    return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
 
 
 def case(dtype, bias):
@@ -41,24 +52,30 @@ def case(dtype, bias):
 )  # fmt: skip
 def test_values_and_gradients(dtype, bias, options):
     exact, t = case(dtype, bias)
-    grads = torch.randn(2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    grads = torch.randn(3, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
     def run(of, tensors):
         x, w, b = tensors
-        log_probs, lse, predicted = of(x, w, t, b, **options)
-        total = (log_probs * grads[0]).sum() + (lse * grads[1]).sum()
+        log_probs, lse, predicted, entropies = of(x, w, t, b, **options)
+        values = torch.stack([log_probs, lse, entropies])
         wanted = [tensor for tensor in tensors if tensor is not None]
-        return log_probs, lse, predicted, *torch.autograd.grad(total, wanted)
+        of_values = torch.autograd.grad((values * grads).sum(), wanted)
+        return log_probs, lse, predicted, entropies, *of_values
 
     def ours(*args, **more):
         return ms.linear_log_probs(
-            *args, chunk_size=256, return_lse=True, return_predicted=True, **more
+            *args,
+            chunk_size=256,
+            return_lse=True,
+            return_predicted=True,
+            return_entropy=True,
+            **more,
         )
 
     right = run(by_torch, exact)
     torchs = run(by_torch, in_dtype(exact, dtype))
     found = run(ours, in_dtype(exact, dtype))
-    assert found[0].dtype == found[1].dtype == WIDE.get(dtype, torch.float32)
+    assert {found[at].dtype for at in (0, 1, 3)} == {WIDE.get(dtype, torch.float32)}
     assert found[2].dtype == torch.int64 and found[0].shape == found[2].shape == t.shape
     assert_equal([found[0][0, :3]], [torch.zeros(3, dtype=found[0].dtype)])
     narrow = torch.finfo(dtype).bits == 16
@@ -87,10 +104,12 @@ def test_alone_it_is_one_tensor():
 
 def test_one_token_and_none():
     (x, w, _), t = case(torch.float64, False)
-    found = ms.linear_log_probs(x[1, 0], w, t[1, 0], return_lse=True, return_predicted=True)
+    found = ms.linear_log_probs(x[1, 0], w, t[1, 0], **EVERYTHING)
     torch.testing.assert_close(found, by_torch(x[1, 0], w, t[1, 0]))
-    empty = ms.linear_log_probs(x[:0], w, t[:0], return_lse=True, return_predicted=True)
-    assert [value.shape for value in empty] == [(0, 8)] * 3
+    empty = ms.linear_log_probs(x[:0], w, t[:0], **EVERYTHING)
+    assert [value.shape for value in empty] == [(0, 8)] * 4
+    (of_w,) = torch.autograd.grad(empty[3].sum(), w)
+    assert not of_w.any()
     ignored = torch.full_like(t, -100)
     (of_x, of_w) = torch.autograd.grad(ms.linear_log_probs(x, w, ignored).sum(), (x, w))
     assert not of_x.any() and not of_w.any()
@@ -99,11 +118,14 @@ def test_one_token_and_none():
 def test_gradcheck_also_twice():
     x, w, t = problem(3, 4, 300, torch.float64)
 
-    def both(x, w):
-        return ms.linear_log_probs(x, w, t, softcap=5.0, temperature=2.0, return_lse=True)
+    t[0] = -100
 
-    assert torch.autograd.gradcheck(both, (x, w), fast_mode=True)
-    assert torch.autograd.gradgradcheck(both, (x, w), fast_mode=True)
+    def found(x, w):
+        more = {"return_lse": True, "return_entropy": True}
+        return ms.linear_log_probs(x, w, t, softcap=5.0, temperature=2.0, **more)
+
+    assert torch.autograd.gradcheck(found, (x, w), fast_mode=True)
+    assert torch.autograd.gradgradcheck(found, (x, w), fast_mode=True)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -112,14 +134,15 @@ def test_what_linear_cross_entropy_returns_besides(reduction, probabilities):
     x, w, t = problem(17, 12, 600, torch.float64, probabilities=probabilities)
     logits = x @ w.t()
     expected = F.cross_entropy(logits, t, reduction=reduction)
-    loss, lse, predicted = ms.linear_cross_entropy(
-        x, w, t, reduction=reduction, chunk_size=256, return_lse=True, return_predicted=True
+    loss, lse, predicted, entropies = ms.linear_cross_entropy(
+        x, w, t, reduction=reduction, chunk_size=256, **EVERYTHING
     )
-    torch.testing.assert_close((loss, lse), (expected, logits.logsumexp(1)))
+    right = expected, logits.logsumexp(1), entropy(logits)
+    torch.testing.assert_close((loss, lse, entropies), right)
     assert_equal([predicted], [logits.argmax(1)])
-    z_losses = [(a.sum() + 0.1 * b.square().mean()) for a, b in
-                ((loss, lse), (expected, logits.logsumexp(1)))]  # fmt: skip
-    torch.testing.assert_close(*[torch.autograd.grad(z, (x, w)) for z in z_losses])
+    losses = [(a.sum() + 0.1 * b.square().mean() - c.square().sum()) for a, b, c in
+              ((loss, lse, entropies), right)]  # fmt: skip
+    torch.testing.assert_close(*[torch.autograd.grad(z, (x, w)) for z in losses])
 
 
 def test_only_the_lse_is_used():
@@ -127,6 +150,82 @@ def test_only_the_lse_is_used():
     lse = ms.linear_log_probs(x, w, t, return_lse=True)[1]
     expected = torch.autograd.grad((x @ w.t()).logsumexp(1).sum(), (x, w))
     torch.testing.assert_close(torch.autograd.grad(lse.sum(), (x, w)), expected)
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["", "ignored"])
+def test_only_the_entropy_is_used(ignored):
+    """It does not depend on targets."""
+    x, w, t = problem(17, 12, 600, torch.float64)
+    if ignored:
+        t = torch.full_like(t, -100)
+    _, found = ms.linear_log_probs(x, w, t, return_entropy=True, chunk_size=256)
+    expected = entropy(x @ w.t())
+    torch.testing.assert_close(found, expected)
+    of = torch.linspace(-1, 1, 17, dtype=torch.float64)
+    torch.testing.assert_close(*[torch.autograd.grad(e, (x, w), of) for e in (found, expected)])
+
+
+def test_an_entropy_that_is_not_used_changes_no_bit():
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w, t = problem(17, 12, 600, dtype)
+        alone = ms.linear_log_probs(x, w, t)
+        besides, _ = ms.linear_log_probs(x, w, t, return_entropy=True)
+        assert_equal([alone], [besides])
+        assert_equal(*[torch.autograd.grad(v.sum(), (x, w)) for v in (alone, besides)])
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 1e3, 1e6])
+def test_entropies_of_logits_of_every_size(scale, masked):
+    """Also of distributions that are all of one class, and where a bias leaves classes out."""
+    x, w, t = problem(40, 12, 700, torch.float64)
+    x, w = ((v.detach() * s).float().double().requires_grad_() for v, s in ((x, scale), (w, 1)))
+    b = torch.zeros(700, dtype=torch.float64)
+    if masked:
+        b[100:650] = -torch.inf  # one whole chunk, and parts of two
+        t = t % 100
+
+    def run(of, tensors):
+        found = of(*tensors, b.to(tensors[0].dtype))
+        return found, *torch.autograd.grad(found.sum(), tensors)
+
+    def ours(x, w, b):
+        return ms.linear_log_probs(x, w, t, b, chunk_size=256, return_entropy=True)[1]
+
+    def torchs(x, w, b):
+        return entropy(torch.nn.functional.linear(x, w, b))
+
+    exact = run(torchs, (x, w))
+    found = run(ours, in_dtype((x, w), torch.float32))
+    plain = run(torchs, in_dtype((x, w), torch.float32))
+    assert (found[0] >= 0).all()
+    for value, other, by in zip(found, plain, exact, strict=True):
+        assert value.isfinite().all()
+        error, theirs = (value - by).abs().max(), (other - by).abs().max()
+        assert error <= 2 * theirs + 16 * torch.finfo(torch.float32).eps * by.abs().max()
+
+
+def test_entropies_of_one_class_and_of_few():
+    x, w, _ = problem(5, 4, 3)
+    for classes in (1, 3):
+        t = torch.zeros(5, dtype=torch.int64)
+        found = ms.linear_log_probs(x, w[:classes], t, return_entropy=True)[1]
+        expected = entropy(x @ w[:classes].t())
+        torch.testing.assert_close(found, expected)
+        of = [torch.autograd.grad(e.sum(), x, retain_graph=True)[0] for e in (found, expected)]
+        torch.testing.assert_close(*of)
+    equal = ms.linear_log_probs(x, w.new_zeros(700, 4), t, return_entropy=True)[1]
+    torch.testing.assert_close(equal, torch.full_like(equal, 700).log())
+
+
+def test_entropies_that_are_not_numbers():
+    """NaN where the softmax is: of a logit that is infinite or NaN, and where all are left out."""
+    x, w, t = torch.eye(4), torch.ones(600, 4), torch.zeros(4, dtype=torch.int64)
+    biases = torch.zeros(3, 600)
+    biases[0, 300], biases[1, 300], biases[2] = torch.inf, torch.nan, -torch.inf
+    for b in biases:
+        found = ms.linear_log_probs(x, w, t, b, return_entropy=True, chunk_size=256)[1]
+        assert found.isnan().all()
 
 
 def test_the_first_of_equal_logits_is_predicted():
@@ -141,12 +240,12 @@ def test_other_tensors_are_left_to_torch():
     """Those of several dimensions, and subclasses."""
     x, w, t = problem(4, 8, 30, torch.float64)
     w3 = w.detach().reshape(5, 6, 8)
-    loss, lse = ms.linear_cross_entropy(
-        x, w3, torch.randint(5, (4, 6)), return_lse=True, reduction="none"
+    loss, lse, entropies = ms.linear_cross_entropy(
+        x, w3, torch.randint(5, (4, 6)), return_lse=True, return_entropy=True, reduction="none"
     )
-    expected = (x @ w.t()).reshape(4, 5, 6).logsumexp(1)
+    logits = (x @ w.t()).reshape(4, 5, 6)
     assert loss.shape == lse.shape
-    torch.testing.assert_close(lse, expected)
+    torch.testing.assert_close((lse, entropies), (logits.logsumexp(1), entropy(logits.mT)))
 
     class Subclass(torch.Tensor):
         pass
@@ -202,6 +301,11 @@ def test_no_tensor_of_tokens_and_classes():
 
     plain = peak(lambda: by_torch(x, w, t)[0])
     x.grad = w.grad = None
-    found = peak(lambda: ms.linear_log_probs(x, w, t, return_lse=True, return_predicted=True)[0])
+
+    def ours():
+        log_probs, *_, entropies = ms.linear_log_probs(x, w, t, **EVERYTHING)
+        return log_probs + entropies
+
+    found = peak(ours)
     assert plain > 2 * logits
     assert found < logits // 4 + 3 * w.nbytes

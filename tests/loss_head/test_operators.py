@@ -17,6 +17,7 @@ KINDS = {
     "weighted": {"weighted": True, "softcap": 3.0},
     "all": {"probabilities": True, "weighted": True, "softcap": 3.0, "keep": 0.9, "spread": 0.01},
 }
+KINDS |= {f"{kind}, entropy": {**of, "entropy": True} for kind, of in KINDS.items()}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_dtype = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -53,8 +54,14 @@ def both(kind, dtype):
     for reduce, gradient in ((reduce_, gradient_), (operators.reduce_, operators.gradient_)):
         sums = torch.tensor([[-torch.inf], [0.0], [0.0]], dtype=wide).repeat(1, len(logits))
         sums[:, 2] = torch.tensor([1.0, 2.0, 3.0])  # as after another chunk
+        if KINDS[kind].get("entropy"):
+            sums = torch.cat([sums, torch.zeros_like(sums[:1])])
+            sums[3, 2] = -0.7
         reduce(sums, logits, *last)
         coefficients = torch.stack([sums[0], sums[1].log(), sums[0] * 0 + 2, sums[0] * 0 + 3])
+        if KINDS[kind].get("entropy"):
+            coefficients = torch.cat([coefficients, torch.full_like(coefficients[:1], -0.5)])
+            coefficients[2:4, 3] = 0  # what counts for the entropy alone
         coefficients[2:, 4] = 0  # a token that is ignored
         changed = logits.clone()
         gradient(changed, coefficients, *last)
@@ -70,14 +77,16 @@ def test_native_and_python(kind, dtype):
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(changed, gradient, rtol=4 * eps, atol=8e-6, equal_nan=True)
     assert torch.equal(changed[4], torch.zeros_like(changed[4]))
+    assert len(sums) == 3 + KINDS[kind].get("entropy", False) and changed[3].any()
 
 
 @every_kind
 def test_opcheck(kind):
     logits, wide, last = arguments(kind, torch.float32)
-    sums = torch.zeros(3, len(logits), dtype=wide)
+    rows = 3 + KINDS[kind].get("entropy", False)
+    sums = torch.zeros(rows, len(logits), dtype=wide)
     opcheck(reduce_, (sums, logits, *last))
-    opcheck(gradient_, (logits, torch.ones(4, len(logits), dtype=wide), *last))
+    opcheck(gradient_, (logits, torch.ones(rows + 1, len(logits), dtype=wide), *last))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -107,6 +116,7 @@ def test_wrong_arguments():
     sums = torch.zeros(3, len(logits), dtype=wide)
     wrong = [
         (sums[:2], logits, *last),
+        (torch.zeros(5, 7), logits, *last),
         (sums.double(), logits, *last),
         (sums, logits.t(), *last),
         (sums, logits.int(), *last),

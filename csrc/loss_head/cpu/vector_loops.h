@@ -84,7 +84,13 @@ MEMSAVE_EXT_INLINED inline V only(V v, V other, isa::Part part) {
   return isa::lanes_of<T, sizeof(V) / sizeof(T)>(part) ? v : other;
 }
 
-template <typename Storage, bool caps, bool mixes>
+template <typename V>
+MEMSAVE_EXT_INLINED inline V not_farther(V distance) {
+  const V farthest = V{} + kFarthest;
+  return distance > farthest ? distance : farthest;
+}
+
+template <typename Storage, bool caps, bool mixes, bool entropy>
 __attribute__((flatten)) void reduce_token(const Chunk& chunk, vector::ValueOf<Storage>* sums,
                                            int64_t token) {
   using R = Row<Storage, caps, mixes>;
@@ -102,13 +108,21 @@ __attribute__((flatten)) void reduce_token(const Chunk& chunk, vector::ValueOf<S
   const T here = row.capped(row.bounded(V{} + largest(top)))[0];
   const T next = here > *maximum ? here : *maximum;
   const T base = next == kNone ? T{} : next;
-  V total{}, product{};
+  V total{}, product{}, moment{};
   row.each([&](int64_t i, auto size) MEMSAVE_EXT_INLINED {
     const V logit = row.capped(row.bounded(isa::load(row.logits + i, size)));
-    total += isa::keep(exponential(logit - base), size);
+    const V distance = logit - base;
+    const V power = isa::keep(exponential(distance), size);
+    total += power;
+    if constexpr (entropy) moment += power * not_farther(distance);
     if constexpr (mixes) product += isa::keep(logit * row.distribution(i, size), size);
   });
-  const T before = exponential(V{} + (*maximum - base))[0];
+  const V moved = V{} + (*maximum - base);
+  const T before = exponential(moved)[0];
+  if constexpr (entropy) {
+    T* const to = dot + chunk.tokens;
+    *to = (*to + *sum * not_farther(moved)[0]) * before + static_cast<T>(isa::total(moment));
+  }
   *sum = *sum * before + static_cast<T>(isa::total(total));
   *maximum = next;
   if constexpr (mixes) *dot += static_cast<T>(isa::total(product));
@@ -117,7 +131,7 @@ __attribute__((flatten)) void reduce_token(const Chunk& chunk, vector::ValueOf<S
   }
 }
 
-template <typename Storage, bool caps, bool mixes>
+template <typename Storage, bool caps, bool mixes, bool entropy>
 __attribute__((flatten)) void gradient_token(const Chunk& chunk,
                                              const vector::ValueOf<Storage>* coefficients,
                                              int64_t token) {
@@ -128,14 +142,18 @@ __attribute__((flatten)) void gradient_token(const Chunk& chunk,
   const T maximum = coefficients[token], log_sum = coefficients[chunk.tokens + token];
   const T of_softmax = coefficients[2 * chunk.tokens + token];
   const T of_target = coefficients[3 * chunk.tokens + token];
-  if (of_softmax == 0 && of_target == 0) {
+  const T of_entropy = entropy ? coefficients[4 * chunk.tokens + token] : T{0};
+  if (of_softmax == 0 && of_target == 0 && of_entropy == 0) {
     __builtin_memset(row.logits, 0, row.classes * sizeof(Storage));
     return;
   }
   // of_a: what the token's distribution has to do with it.
   const auto gradient = [&](V logit, V of_a) MEMSAVE_EXT_INLINED {
     const V bounded = row.bounded(logit);
-    V value = of_softmax * exponential(row.capped(bounded) - maximum - log_sum) - of_a;
+    const V distance = row.capped(bounded) - maximum - log_sum;
+    V factor = V{} + of_softmax;
+    if constexpr (entropy) factor += of_entropy * not_farther(distance);
+    V value = factor * exponential(distance) - of_a;
     if constexpr (caps) value *= T{1} - bounded * bounded;
     return value;
   };
@@ -154,9 +172,9 @@ __attribute__((flatten)) void gradient_token(const Chunk& chunk,
 template <typename Storage>
 void reduce_loop(const Chunk& chunk, void* sums, int64_t begin, int64_t end) {
   auto* const values = static_cast<vector::ValueOf<Storage>*>(sums);
-  with_kind(chunk, [&](auto caps, auto mixes) {
+  with_kind(chunk, [&](auto caps, auto mixes, auto entropy) {
     for (int64_t token = begin; token < end; ++token) {
-      reduce_token<Storage, caps, mixes>(chunk, values, token);
+      reduce_token<Storage, caps, mixes, entropy>(chunk, values, token);
     }
   });
 }
@@ -164,9 +182,9 @@ void reduce_loop(const Chunk& chunk, void* sums, int64_t begin, int64_t end) {
 template <typename Storage>
 void gradient_loop(const Chunk& chunk, const void* coefficients, int64_t begin, int64_t end) {
   const auto* const values = static_cast<const vector::ValueOf<Storage>*>(coefficients);
-  with_kind(chunk, [&](auto caps, auto mixes) {
+  with_kind(chunk, [&](auto caps, auto mixes, auto entropy) {
     for (int64_t token = begin; token < end; ++token) {
-      gradient_token<Storage, caps, mixes>(chunk, values, token);
+      gradient_token<Storage, caps, mixes, entropy>(chunk, values, token);
     }
   });
 }

@@ -159,17 +159,25 @@ __device__ __forceinline__ void for_vectors(int64_t from, int64_t end, int dista
   for (; i < end; i += distance) each(std::integral_constant<int, 1>{}, i);
 }
 
-// The largest of some logits, the sum of the exponentials of their distances to it, and the sum of
-// their products with the distribution.
-template <typename Storage>
+template <typename T>
+__device__ __forceinline__ T not_farther(T distance) {
+  return std::fmax(distance, static_cast<T>(kFarthest));
+}
+
+// The largest of some logits, the sum of the exponentials of their distances to it, the sum of
+// their products with the distribution, and with entropy that of the exponentials' with the
+// distances.
+template <typename Storage, bool entropy>
 struct Reduced {
   using T = vector::ValueOf<Storage>;
-  T maximum, sum, dot;
+  T maximum = lowest<T>(), sum = 0, dot = 0, moment = 0;
 
   // Makes `larger` the maximum. A logit that is infinite makes the sum NaN.
   __device__ __forceinline__ T raise(T larger) {
     const T base = larger == lowest<T>() ? T{0} : larger;
-    sum *= Functions<Storage>::exp(maximum - base);
+    const T moved = maximum - base, power = Functions<Storage>::exp(moved);
+    if constexpr (entropy) moment = (moment + sum * not_farther(moved)) * power;
+    sum *= power;
     maximum = larger;
     return base;
   }
@@ -182,7 +190,11 @@ struct Reduced {
     for (int k = 0; k < size; ++k) larger = std::fmax(larger, logits[k]);  // without NaN
     const T base = raise(larger);
 #pragma unroll
-    for (int k = 0; k < size; ++k) sum += Functions<Storage>::exp(logits[k] - base);
+    for (int k = 0; k < size; ++k) {
+      const T distance = logits[k] - base, power = Functions<Storage>::exp(distance);
+      sum += power;
+      if constexpr (entropy) moment += power * not_farther(distance);
+    }
     if constexpr (Row::kMixes) {
 #pragma unroll
       for (int k = 0; k < size; ++k) dot += row.mixed(i + k) * logits[k];
@@ -191,8 +203,8 @@ struct Reduced {
 };
 
 // Returns to all lanes the same bits.
-template <typename Storage>
-__device__ __forceinline__ Reduced<Storage> reduce_warp(Reduced<Storage> value) {
+template <typename Storage, bool entropy>
+__device__ __forceinline__ Reduced<Storage, entropy> reduce_warp(Reduced<Storage, entropy> value) {
   auto larger = value.maximum;
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
@@ -203,17 +215,18 @@ __device__ __forceinline__ Reduced<Storage> reduce_warp(Reduced<Storage> value) 
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
     value.sum += __shfl_xor_sync(~0u, value.sum, distance);
     value.dot += __shfl_xor_sync(~0u, value.dot, distance);
+    if constexpr (entropy) value.moment += __shfl_xor_sync(~0u, value.moment, distance);
   }
   return value;
 }
 
 // warps: of a token; 1, or all of a block.
-template <typename Storage, bool caps, bool mixes>
+template <typename Storage, bool caps, bool mixes, bool entropy>
 __global__ void __launch_bounds__(kThreads, kBlocks<Storage>)
     reduce_kernel(const __grid_constant__ Chunk chunk, void* sums, int warps) {
   using R = Row<Storage, caps, mixes>;
   using T = typename R::T;
-  __shared__ T of_warps[3][kWarps];
+  __shared__ T of_warps[3 + entropy][kWarps];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const bool alone = warps == 1;
   const int64_t token = alone ? int64_t{blockIdx.x} * kWarps + warp : blockIdx.x;
@@ -221,9 +234,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Storage>)
   const R row(chunk, token);
   const int thread = alone ? lane : threadIdx.x, threads = warps * kWarp;
   T* const to = static_cast<T*>(sums) + token;
-  Reduced<Storage> value = {lowest<T>(), 0, 0};
+  Reduced<Storage, entropy> value;
   // That of the logits before: read here, beside the first of these.
-  if (thread == 0) value = {to[0], to[chunk.tokens], to[2 * chunk.tokens]};
+  if (thread == 0) {
+    value = {to[0], to[chunk.tokens], to[2 * chunk.tokens]};
+    if constexpr (entropy) value.moment = to[3 * chunk.tokens];
+  }
   for_vectors<R::kUnroll>(thread, row.vectors, threads, [&](auto unroll, int64_t i) {
     const typename R::template Vectors<unroll> x(row, i, threads);
 #pragma unroll
@@ -252,26 +268,30 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Storage>)
       of_warps[0][warp] = value.maximum;
       of_warps[1][warp] = value.sum;
       of_warps[2][warp] = value.dot;
+      if constexpr (entropy) of_warps[3][warp] = value.moment;
     }
     __syncthreads();
     if (warp != 0) return;
-    const bool there = lane < kWarps;
-    value = {there ? of_warps[0][lane] : lowest<T>(), there ? of_warps[1][lane] : T{0},
-             there ? of_warps[2][lane] : T{0}};
+    value = {};
+    if (lane < kWarps) {
+      value = {of_warps[0][lane], of_warps[1][lane], of_warps[2][lane]};
+      if constexpr (entropy) value.moment = of_warps[3][lane];
+    }
     value = reduce_warp(value);
   }
   if (lane != 0) return;
   to[0] = value.maximum;
   to[chunk.tokens] = value.sum;
   to[2 * chunk.tokens] = value.dot;
+  if constexpr (entropy) to[3 * chunk.tokens] = value.moment;
 }
 
 // What the gradient of a token's logits is made of.
-template <typename Storage, bool caps, bool mixes>
+template <typename Storage, bool caps, bool mixes, bool entropy>
 struct Gradient {
   using R = Row<Storage, caps, mixes>;
   using T = typename R::T;
-  T maximum, log_sum, of_softmax, of_target;
+  T maximum, log_sum, of_softmax, of_target, of_entropy = 0;
 
   __device__ __forceinline__ Gradient(const Chunk& chunk, const void* coefficients, int64_t token) {
     const T* const first = static_cast<const T*>(coefficients) + token;
@@ -279,13 +299,14 @@ struct Gradient {
     log_sum = first[chunk.tokens];
     of_softmax = first[2 * chunk.tokens];
     of_target = first[3 * chunk.tokens];
+    if constexpr (entropy) of_entropy = first[4 * chunk.tokens];
   }
 
   // Replaces the logits of a row from i on by their gradients: zeros where the token does not
   // count.
   template <int size>
   __device__ __forceinline__ void replace(const R& row, int64_t i, T (&values)[size]) const {
-    if (of_softmax == 0 && of_target == 0) {
+    if (of_softmax == 0 && of_target == 0 && of_entropy == 0) {
 #pragma unroll
       for (int k = 0; k < size; ++k) values[k] = 0;
       return;
@@ -295,7 +316,9 @@ struct Gradient {
     for (int k = 0; k < size; ++k) {
       bounded[k] = row.bounded(values[k]);
       const T distance = row.capped(bounded[k]) - maximum - log_sum;
-      values[k] = of_softmax * Functions<Storage>::exp(distance);
+      T factor = of_softmax;
+      if constexpr (entropy) factor += of_entropy * not_farther(distance);
+      values[k] = factor * Functions<Storage>::exp(distance);
       if constexpr (mixes) values[k] -= row.mixed(i + k) * of_target;
     }
     if (row.target >= i && row.target < i + size) {
@@ -313,7 +336,7 @@ struct Gradient {
 };
 
 // pieces: of a token's vectors. The warps of a block have the same piece of consecutive tokens.
-template <typename Storage, bool caps, bool mixes>
+template <typename Storage, bool caps, bool mixes, bool entropy>
 __global__ void __launch_bounds__(kThreads, kBlocks<Storage>)
     gradient_kernel(const __grid_constant__ Chunk chunk, const void* coefficients,
                     uint32_t pieces) {
@@ -324,7 +347,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Storage>)
   const int64_t piece = blockIdx.x % pieces;
   if (token >= chunk.tokens) return;
   const R row(chunk, token);
-  const Gradient<Storage, caps, mixes> gradient(chunk, coefficients, token);
+  const Gradient<Storage, caps, mixes, entropy> gradient(chunk, coefficients, token);
   const int64_t end = std::min<int64_t>((piece + 1) * kOfWarp, row.vectors);
   for_vectors<R::kUnroll>(piece * kOfWarp + lane, end, kWarp, [&](auto unroll, int64_t i) {
     const typename R::template Vectors<unroll> x(row, i, kWarp);
@@ -348,16 +371,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Storage>)
 // Calls a function with the logits' type, and those of with_kind().
 template <typename Function>
 void with_types(const Chunk& chunk, const Function& function) {
-  with_kind(chunk, [&](auto caps, auto mixes) {
+  with_kind(chunk, [&](auto caps, auto mixes, auto entropy) {
     switch (chunk.dtype) {
       case DType::kDouble:
-        return function(double{}, caps, mixes);
+        return function(double{}, caps, mixes, entropy);
       case DType::kFloat:
-        return function(float{}, caps, mixes);
+        return function(float{}, caps, mixes, entropy);
       case DType::kHalf:
-        return function(__half{}, caps, mixes);
+        return function(__half{}, caps, mixes, entropy);
       case DType::kBFloat16:
-        return function(__nv_bfloat16{}, caps, mixes);
+        return function(__nv_bfloat16{}, caps, mixes, entropy);
     }
   });
 }
@@ -368,18 +391,18 @@ void launch_reduce(const Chunk& chunk, void* sums, void* stream) {
   // By the classes alone, so that a token's sums do not depend on how many tokens there are.
   const int warps = vectors_of(chunk) > kMostOfWarp ? kWarps : 1;
   const int64_t blocks = warps == 1 ? (chunk.tokens + kWarps - 1) / kWarps : chunk.tokens;
-  with_types(chunk, [&](auto storage, auto caps, auto mixes) {
-    launch(reduce_kernel<decltype(storage), caps, mixes>, blocks, kThreads, 0, stream, chunk, sums,
-           warps);
+  with_types(chunk, [&](auto storage, auto caps, auto mixes, auto entropy) {
+    launch(reduce_kernel<decltype(storage), caps, mixes, entropy>, blocks, kThreads, 0, stream,
+           chunk, sums, warps);
   });
 }
 
 void launch_gradient(const Chunk& chunk, const void* coefficients, void* stream) {
   const auto pieces = static_cast<uint32_t>(vectors_of(chunk) / kOfWarp + 1);
   const int64_t blocks = (chunk.tokens + kWarps - 1) / kWarps * pieces;
-  with_types(chunk, [&](auto storage, auto caps, auto mixes) {
-    launch(gradient_kernel<decltype(storage), caps, mixes>, blocks, kThreads, 0, stream, chunk,
-           coefficients, pieces);
+  with_types(chunk, [&](auto storage, auto caps, auto mixes, auto entropy) {
+    launch(gradient_kernel<decltype(storage), caps, mixes, entropy>, blocks, kThreads, 0, stream,
+           chunk, coefficients, pieces);
   });
 }
 
