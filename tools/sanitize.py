@@ -46,8 +46,9 @@ TESTS_OF_THREADS = {
 }
 # AddressSanitizer keeps freed memory for a while, which the first of these tests would take for
 # growth; it needs more than a limit of the system leaves it, and ends a process that reads at a bad
-# address in its own way. The last ones are of torch's operators, on gradients elsewhere. The threads of OpenMP have an order that ThreadSanitizer does not see;
-# threads that train one model race for the running statistics of its batch norms, as with torch's.
+# address in its own way. The last ones run torch's operators, for minutes. The threads of OpenMP
+# have an order that ThreadSanitizer does not see; threads that train one model race for the running
+# statistics of its batch norms, as with torch's.
 EXPRESSION = {
     "address": "not host_memory and not within_a_limit and not children_that_die"
     " and not every_operator_has_the_values",
