@@ -205,7 +205,7 @@ def step_by_script(model, x, budget, most=16):
 
 
 @pytest.mark.parametrize("budget", [0.6, None])
-def test_steps_that_begin_while_one_goes_by_its_script(budget):
+def test_threads_whose_steps_begin_while_one_goes_by_its_script(budget):
     models = [Program(length=6).eval() for _ in range(3)]
     x = torch.randn(8, 24)
     expected = grads_of(models[0], x)
