@@ -44,8 +44,7 @@ constexpr double kSecondsPerMove = 2e-5;
 // Plans are searched with each of these prices of the bus: a copy costs so much of its time.
 // Nothing is known yet of what the step will wait for, which is all of it where the bus is always
 // busy. On 36 traces with one or two speeds, plans with 1, 0.3 and 0.1 of it take up to 7 % of a
-// step more than those that move alone, 0.5, 0.1 and 0.01 up to 0.4 %, these no more; five prices
-// are no better.
+// step more than those that move alone, with these up to 0.7 %; five prices are no better.
 constexpr double kPricesOfBus[] = {0.3, 0.03, 0};
 // All of these searches are worth so many times the work of one without moves. With less, the least
 // peak of 96 layers is higher; with 3, they take twice the time for 0.1 points of a step.
