@@ -1,5 +1,4 @@
-// Plans that also move contents to a store: what was moved comes back as if it were recomputed by
-// an operator that reads nothing, and the time that this takes is that of a bus.
+// When the copies of a step that moves contents begin, and for how long the step waits for them.
 #pragma once
 
 #include <cstdint>
@@ -10,29 +9,11 @@
 #include <vector>
 
 #include "locks.h"
+#include "plan/simulate.h"
 #include "plan/trace.h"
 #include "store/speed.h"
 
 namespace memsave_ext::plan {
-
-// A step in which contents are moved, as one in which they are dropped.
-class AsDropped {
- public:
-  AsDropped(const Trace& trace, const std::vector<Decision>& decisions);
-
-  bool moves() const { return made_.has_value(); }
-  const Trace& trace() const { return moves() ? *made_ : trace_; }
-  const std::vector<Decision>& decisions() const { return moves() ? dropped_ : decisions_; }
-
- private:
-  const Trace& trace_;
-  const std::vector<Decision>& decisions_;
-  std::optional<Trace> made_;
-  std::vector<Decision> dropped_;
-};
-
-// Returns what a step with these decisions needs.
-Plan simulate(const Trace& trace, std::vector<Decision> decisions);
 
 // When a plan's copies begin, so that its peak is kept to.
 struct Schedule {
@@ -43,6 +24,27 @@ struct Schedule {
   // before it; and by content, from its first opening to the next one.
   std::vector<int64_t> room_before, room_after;
   double waiting = 0;  // seconds, for copies that are not over in time
+};
+
+// The copies of a trace's steps, and its clock.
+class Bus {
+ public:
+  Bus(const Trace& trace, store::Speed speed);
+
+  // Of a step with these decisions, as the simulator has run it latest, whose peak may be `level`.
+  Schedule schedule(const Simulator& simulator, const std::vector<Decision>& decisions,
+                    int64_t level) const;
+  struct Cost {
+    int64_t peak;
+    double waiting;
+  };
+  Cost cost(const Simulator& simulator, const std::vector<Decision>& decisions,
+            int64_t level) const;
+
+ private:
+  const Trace& trace_;
+  const store::Speed speed_;
+  const std::vector<double> clock_;  // by moment
 };
 
 class MovingPlans {
