@@ -120,7 +120,6 @@ class Weights:
         self._hooks.clear()
         for param in self._there():
             param.data = param.data.clone()
-            self.let_go()
         self._large_memory = None
 
     def let_go(self) -> None:
@@ -138,7 +137,7 @@ class Weights:
         leaving = {name: p for name, p in model.named_parameters() if not is_mapped(p)}
         for name, param in leaving.items():
             _check(name, param)
-        large = [param for param in leaving.values() if _is_large(param)]
+        large = [param for param in leaving.values() if _may_leave(param)]
         real = [param for param in large if not isinstance(param, FakeTensor)]
         self._file.file.reserve(param.nbytes for param in real)
         for param in large:
@@ -156,7 +155,7 @@ class Weights:
         def hook(_: nn.Module, name: str, param: Any) -> None:
             if threading.get_ident() != thread or not isinstance(param, Tensor):
                 return
-            if _why_not(param) is None and _is_large(param) and not is_mapped(param):
+            if _why_not(param) is None and _may_leave(param) and not is_mapped(param):
                 self._leave(param)
 
         handle = register_module_parameter_registration_hook(hook)
@@ -244,8 +243,9 @@ def _own(module: nn.Module) -> Iterable[Tensor]:
     return [param for param in module._parameters.values() if param is not None]
 
 
-def _is_large(param: Tensor) -> bool:
-    return param.nbytes >= SMALLEST
+def _may_leave(param: Tensor) -> bool:
+    """Whether it is large, and no class of its own may have more of it than its values."""
+    return type(param) in (nn.Parameter, FakeTensor) and param.nbytes >= SMALLEST
 
 
 def _check(name: str, param: Tensor) -> None:
@@ -262,8 +262,8 @@ def _why_not(param: Tensor) -> str | None:
     if param.device.type != "cpu":
         return f"is on {param.device}: only weights on the CPU can lie in a folder"
     if param.layout != torch.strided or not is_dense(param):
-        return None if not _is_large(param) else "is not dense: make it contiguous before"
-    if _is_large(param) and not isinstance(param, FakeTensor) and _is_shared(param):
+        return None if not _may_leave(param) else "is not dense: make it contiguous before"
+    if _may_leave(param) and not isinstance(param, FakeTensor) and _is_shared(param):
         return (
             "shares its memory with another tensor, as param.data or a state_dict() from before: "
             "drop that tensor before"

@@ -385,6 +385,19 @@ def test_remove(tmp_path):
     assert mapped(net) == LARGE and again.nbytes > 0
 
 
+def test_parameters_of_a_class_of_their_own_stay(tmp_path):
+    class Quantized(nn.Parameter):
+        pass
+
+    net = nn.Linear(256, 256)
+    net.weight = Quantized(net.weight.detach().clone())
+    net.other = nn.Parameter(torch.zeros(256, 256))
+    address = net.weight.data_ptr()
+    handle = ms.weights_on(net, tmp_path)
+    assert type(net.weight) is Quantized and net.weight.data_ptr() == address
+    assert handle.nbytes == net.other.nbytes
+
+
 def test_twice_takes_what_is_not_there(tmp_path):
     net = network()
     first = ms.weights_on(net.mlp, tmp_path)
