@@ -5,9 +5,7 @@
 #include <limits>
 #include <utility>
 
-#include "locks.h"
 #include "plan/constants.h"
-#include "plan/plan.h"
 #include "plan/simulate.h"
 
 namespace memsave_ext::plan {
@@ -225,22 +223,6 @@ Schedule Bus::schedule(const Simulator& simulator, const std::vector<Decision>& 
 Bus::Cost Bus::cost(const Simulator& simulator, const std::vector<Decision>& decisions,
                     int64_t level) const {
   return Scheduler(trace_, clock_, simulator, decisions, level, speed_).cost();
-}
-
-MovingPlans::MovingPlans(const Trace& trace, const std::vector<Plan>& recompute, store::Speed speed,
-                         int64_t most_moved)
-    : speed(speed), most_moved(most_moved), plans(plans_of(trace, recompute, speed, most_moved)) {}
-
-std::shared_ptr<const Schedule> MovingPlans::schedule(const Trace& trace, const Plan& plan) {
-  const std::lock_guard<Lock> lock(mutex_);
-  const auto [place, is_new] = schedules_.try_emplace(&plan);
-  if (!is_new) return place->second;
-  if (std::none_of(plan.decisions.begin(), plan.decisions.end(), is_moved)) return nullptr;
-  Simulator simulator(trace);
-  simulator.run(plan.decisions);
-  place->second =
-      std::make_shared<Schedule>(Bus(trace, speed).schedule(simulator, plan.decisions, plan.peak));
-  return place->second;
 }
 
 }  // namespace memsave_ext::plan

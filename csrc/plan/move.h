@@ -2,13 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
 #include <vector>
 
-#include "locks.h"
 #include "plan/simulate.h"
 #include "plan/trace.h"
 #include "store/speed.h"
@@ -45,23 +40,6 @@ class Bus {
   const Trace& trace_;
   const store::Speed speed_;
   const std::vector<double> clock_;  // by moment
-};
-
-class MovingPlans {
- public:
-  MovingPlans(const Trace& trace, const std::vector<Plan>& recompute, store::Speed speed,
-              int64_t most_moved);
-
-  const store::Speed speed;
-  const int64_t most_moved;
-  std::vector<Plan> plans;  // as plans_of() has them; never changed
-
-  // Null where the plan moves nothing.
-  std::shared_ptr<const Schedule> schedule(const Trace& trace, const Plan& plan);
-
- private:
-  Lock mutex_{LockOrder::kSchedules};
-  std::map<const Plan*, std::shared_ptr<const Schedule>> schedules_;
 };
 
 }  // namespace memsave_ext::plan

@@ -4,9 +4,9 @@
 #include <cmath>
 #include <iterator>
 #include <limits>
+#include <mutex>
 
 #include "plan/constants.h"
-#include "plan/move.h"
 #include "plan/search.h"
 #include "plan/simulate.h"
 
@@ -359,6 +359,22 @@ const Plan& plan_within(const std::vector<Plan>& plans, int64_t bytes) {
   const int64_t most = least <= bytes ? bytes : least + least / kNearlyLeast;
   return *std::find_if(plans.begin(), plans.end(),
                        [&](const Plan& plan) { return plan.peak <= most; });
+}
+
+MovingPlans::MovingPlans(const Trace& trace, const std::vector<Plan>& recompute, store::Speed speed,
+                         int64_t most_moved)
+    : speed(speed), most_moved(most_moved), plans(plans_of(trace, recompute, speed, most_moved)) {}
+
+std::shared_ptr<const Schedule> MovingPlans::schedule(const Trace& trace, const Plan& plan) {
+  const std::lock_guard<Lock> lock(mutex_);
+  const auto [place, is_new] = schedules_.try_emplace(&plan);
+  if (!is_new) return place->second;
+  if (std::none_of(plan.decisions.begin(), plan.decisions.end(), is_moved)) return nullptr;
+  Simulator simulator(trace);
+  simulator.run(plan.decisions);
+  place->second =
+      std::make_shared<Schedule>(Bus(trace, speed).schedule(simulator, plan.decisions, plan.peak));
+  return place->second;
 }
 
 }  // namespace memsave_ext::plan

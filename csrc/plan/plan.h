@@ -2,9 +2,14 @@
 // and recomputed.
 #pragma once
 
+#include <cstdint>
+#include <map>
+#include <memory>
 #include <vector>
 
+#include "locks.h"
 #include "plan/constants.h"
+#include "plan/move.h"
 #include "plan/trace.h"
 #include "store/speed.h"
 
@@ -30,5 +35,23 @@ const Plan& best_value(const Trace& trace, const std::vector<Plan>& plans);
 
 // Returns the fastest plan with at most so many bytes; where there is none, about the least.
 const Plan& plan_within(const std::vector<Plan>& plans, int64_t bytes);
+
+// Plans that move contents, and when their copies begin.
+class MovingPlans {
+ public:
+  MovingPlans(const Trace& trace, const std::vector<Plan>& recompute, store::Speed speed,
+              int64_t most_moved);
+
+  const store::Speed speed;
+  const int64_t most_moved;
+  std::vector<Plan> plans;  // as plans_of() has them; never changed
+
+  // Null where the plan moves nothing.
+  std::shared_ptr<const Schedule> schedule(const Trace& trace, const Plan& plan);
+
+ private:
+  Lock mutex_{LockOrder::kSchedules};
+  std::map<const Plan*, std::shared_ptr<const Schedule>> schedules_;
+};
 
 }  // namespace memsave_ext::plan

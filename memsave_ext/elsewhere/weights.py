@@ -26,6 +26,8 @@ from ..store.kept import SMALLEST
 from ..store.mapped import MappedFile, is_mapped, pretend
 from .gradient import is_dense
 
+__all__ = ["Weights", "weights_on"]
+
 _ROOM = 1 << 26  # bytes that may stay mapped, or those of the largest weight
 _PAUSE = 0.01  # seconds between two looks at how much is mapped
 _PAGE = os.sysconf("SC_PAGE_SIZE")

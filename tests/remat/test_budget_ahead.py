@@ -246,7 +246,7 @@ def test_an_optimizer_in_backward(steps_before, runs):
 @pytest.mark.parametrize("on", [False, True])
 def test_an_optimizer_in_backward_whose_parameters_have_no_other_hooks(on, runs, tmp_path):
     # Nobody else's hook has made a place for those of the run ahead.
-    model, x = wide(8, 256), torch.randn(128, 256)
+    model, x = wide(8, 256), torch.randn(16, 256)
     place = {"states_on": tmp_path} if on else {}
     optimizer = ms.AdamW(model.parameters(), 1e-4, in_backward=True, **place)
     least = []
