@@ -31,6 +31,9 @@ def test_backward_steps_and_frees(small_bytes):
     assert [optimizer.state[p]["step"].item() for p in params] == [1, 1, 1]
 
 
+@pytest.mark.skipif(
+    not ms._native.available, reason="in pure Python hooks of others run after the bucket's"
+)
 def test_no_more_small_gradients_wait_than_a_bucket_has():
     net = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(12)])
     params = list(net.parameters())
