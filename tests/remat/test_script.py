@@ -185,10 +185,13 @@ def test_threads(budget, lengths):
             right.append(all(map(torch.equal, grads, expected[number])))
             scripted.append(passed(block))
 
-    run_threads(run, len(models))
-    assert right == [True] * 36
-    # Within a budget a step that begins beside others has a smaller one, and goes by no script.
-    assert any(scripted) or budget is not None
+    for times in range(1, 21):
+        run_threads(run, len(models))
+        assert right == [True] * 36 * times
+        # Within a budget a step that begins beside others has a smaller one, and goes by no script.
+        if any(scripted) or budget is not None:
+            return
+    raise AssertionError("no step has gone by a script")
 
 
 def step_by_script(model, x, budget, most=16):
