@@ -76,7 +76,7 @@ class Files(Place):
     def put(self, tensor: Tensor, device: torch.device) -> Tensor:
         if not self._takes(tensor, device) or self.has(tensor):
             return tensor
-        placed, region = self._make(tensor)
+        placed, region = self._mapped.empty_like(tensor)
         with torch.no_grad():
             placed.copy_(tensor)
         region.is_zero = False
@@ -89,7 +89,7 @@ class Files(Place):
             if isinstance(zeros, FakeTensor) and self.takes(zeros.nbytes, device):
                 pretend(zeros)
             return zeros
-        placed, region = self._make(like)
+        placed, region = self._mapped.empty_like(like)
         if not region.is_zero:
             placed.zero_()
             region.unmap()
@@ -101,13 +101,6 @@ class Files(Place):
             return False
         self._check_device(device)
         return self.takes(tensor.nbytes, device)
-
-    def _make(self, tensor: Tensor) -> tuple[Tensor, Region]:
-        """Returns a tensor like this one, without its values."""
-        placed = self._mapped.empty_like(tensor)
-        region = self._mapped.region_of(placed)
-        assert region is not None
-        return placed, region
 
     def fetch(self, state: Mapping[str, Tensor], device: torch.device) -> Fetched:
         if fakes := {n: torch.empty_like(t) for n, t in state.items() if pretends(t)}:

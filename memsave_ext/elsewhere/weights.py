@@ -138,7 +138,8 @@ class Weights:
         self.model = model
         leaving = {name: p for name, p in model.named_parameters() if not is_mapped(p)}
         for name, param in leaving.items():
-            _check(name, param)
+            if (why := _why_not(param)) is not None:
+                raise ValueError(f"weights_on: {name} {why}")
         large = [param for param in leaving.values() if _may_leave(param)]
         real = [param for param in large if not isinstance(param, FakeTensor)]
         self._file.file.reserve(param.nbytes for param in real)
@@ -186,7 +187,7 @@ class Weights:
         if isinstance(param, FakeTensor):  # a prediction's has no memory
             pretend(param)
             return
-        there = self._file.empty_like(param)
+        there, _ = self._file.empty_like(param)
         there.copy_(param.data)
         param.data = there
         self._largest = max(self._largest, param.nbytes)
@@ -248,11 +249,6 @@ def _own(module: nn.Module) -> Iterable[Tensor]:
 def _may_leave(param: Tensor) -> bool:
     """Whether it is large, and no class of its own may have more of it than its values."""
     return type(param) in (nn.Parameter, FakeTensor) and param.nbytes >= SMALLEST
-
-
-def _check(name: str, param: Tensor) -> None:
-    if (why := _why_not(param)) is not None:
-        raise ValueError(f"weights_on: {name} {why}")
 
 
 def _why_not(param: Tensor) -> str | None:

@@ -29,8 +29,8 @@ class MappedFile:
         _all.add(self)
         _note_use()
 
-    def empty_like(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor like this one, without its values.
+    def empty_like(self, tensor: Tensor) -> tuple[Tensor, Region]:
+        """Returns a tensor like this one, without its values, and its memory.
 
         Raises:
             OSError: the disk is full.
@@ -42,7 +42,7 @@ class MappedFile:
         strides = torch.empty_like(tensor, device="meta").stride()
         made = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, strides)
         self._regions[storage.data_ptr()] = region
-        return made
+        return made, region
 
     def region_of(self, tensor: Tensor) -> Region | None:
         """Returns the memory of one of these; None for another tensor."""
