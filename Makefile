@@ -38,7 +38,7 @@ ONCE += $(addprefix tests/distributed/test_fsdp_,formats.py blocks.py blocks_sav
 ONCE += $(addprefix tests/distributed/test_,fsdp_clipped_loops.py fsdp_collectives.py dtensors.py)
 ONCE += $(addprefix tests/integrations/test_,fit_zoo.py fit_trainers.py zoo.py interrupts.py)
 ONCE += $(addprefix tests/integrations/test_,blocks_with_caches.py causal_lm_zoo.py)
-ONCE += $(addprefix tests/packaging/test_,imports.py native.py packaging.py parts.py)
+ONCE += $(addprefix tests/packaging/test_,imports.py mistakes.py native.py packaging.py parts.py)
 
 # What most changes touch, of each room, in about two minutes on two cores.
 FAST := $(addprefix tests/checkpoint/test_checkpoint,.py _state.py _errors.py)
@@ -53,7 +53,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-full test-fast stress lint format cuda-check emulate emulate-full emulate-operators bench docs guide sanitize clean
+.PHONY: help build demo test test-full test-fast stress lint format cuda-check emulate emulate-full emulate-operators bench docs guide sanitize mistakes clean
 # A recipe that fails must not leave a fresh stamp behind.
 .DELETE_ON_ERROR:
 
@@ -116,6 +116,9 @@ emulate-operators: build  ## the tests of the operators, on a build with CUDA's 
 docs: $(DOCS)  ## build the pages in site/, the guide also as a notebook; a warning is an error
 	$(VENV) tools/guide.py --notebook
 	NO_MKDOCS_2_WARNING=1 $(VENV) -m mkdocs build --strict
+
+mistakes: build $(TRAINERS)  ## switch on mistakes in every room, one by one, which the tests must see
+	$(VENV) tests/mistakes/run.py
 
 sanitize: $(TOOLS)  ## run the native tests with address, undefined-behaviour and thread sanitizers
 	$(VENV) tools/sanitize.py address

@@ -50,13 +50,15 @@ TINY = tuple(name for name in SHAPES if name.endswith("tiny"))
 
 
 class Format(NamedTuple):
-    """How parameters and states are kept; ``size`` and ``state`` are bytes for each parameter."""
+    """How parameters and states are kept; ``size`` and ``state`` are bytes for each parameter,
+    0 of weights that lie elsewhere."""
 
     name: str
     dtype: torch.dtype
     size: float
     state: float
     options: dict[str, Any]
+    weights_elsewhere: bool = False
 
 
 def _rounded(bf16: str, bits: int, low: int) -> Format:
@@ -75,8 +77,6 @@ SMALLER = (
     _rounded("stochastic", 8, 0),
     _rounded("stochastic", 4, 0),
 )
-# What else can be moved: float32 parameters, as their upper and lower halves.
-SPLIT = Format("bf16 split", torch.bfloat16, 2, 2 + 8, {"bf16": "split"})
 # Numbers of a block's width that autograd saves for each token, counted by saved_tensors_hooks.
 SAVED = {"gpt2": 28, "vit": 16, "llama": 21}
 # Of Python and the libraries, before there is a model; transformers takes half of it.
@@ -125,6 +125,7 @@ def format_of(shape: Shape, method: str, limit: int) -> Format:
     if method == FORMATS:
         forms = tuple(f for f in SMALLER if f.dtype == torch.bfloat16 or not shape.is_bfloat16)
     elif method == MOVING:
-        forms = (own, SPLIT, SMALLER[2])
+        moved = {"name": f"{own.name}, weights elsewhere", "size": 0, "weights_elsewhere": True}
+        forms = (own, own._replace(**moved))
     fitting = (form for form in forms if needs(shape, method, form).total <= limit)
     return next(fitting, forms[-1])

@@ -78,7 +78,8 @@ class Trainer:
             self.y = self.x
         self.x = self.x.to(form.dtype) if self.x.is_floating_point() else self.x
         self.has_head = shape.kind != "vit"
-        self.model: Any = build(shape, form.dtype)
+        made = functools.partial(build, shape, form.dtype)
+        self.model: Any = ms.weights_on(made, folder).model if form.weights_elsewhere else made()
         ways = self._plain, self._torchs, self._ours, self._ours, self._moving
         self.step = dict(zip(METHODS, ways, strict=True))[method](form, folder)
 
@@ -134,7 +135,7 @@ class Trainer:
         return self._within_budget(optimizer)
 
     def _moving(self, form: Format, folder: str) -> Callable[[], Tensor]:
-        """As before, with states and activations in files."""
+        """As before, with states and activations in files, and weights where they do not fit."""
         if self.has_head:
             ms.patch_causal_lm(self.model)
         optimizer = ms.AdamW(

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_iter
 import memsave_ext as ms
 from common import ROOT, Rows, interleave, machine, median_and_spread, write_record
 from memsave_ext.dry_run.child import writing_files
-from memsave_ext.fakes import costs, storages
+from memsave_ext.fakes import costs, repeats, storages
 from memsave_ext.fakes.kernels import nbytes
 from remat import BLOCKS, PLAIN, activations, checkpointed, forward
 from remat_models import Case, Transformer, cases
@@ -263,7 +263,9 @@ def seconds_on(card: Card, func: Any, args: Any, kwargs: Any, result: Any) -> fl
 @contextlib.contextmanager
 def timed_as(card: Card) -> Iterator[None]:
     timed = functools.partial(seconds_on, card)
-    with mock.patch.object(storages, "operator_seconds", timed):
+    # What is remembered of calls has the times of another card.
+    forgotten = mock.patch.dict(repeats._of_process, clear=True)
+    with forgotten, mock.patch.object(storages, "operator_seconds", timed):
         yield
 
 
@@ -303,8 +305,8 @@ def simulate(card: Card, width: int, options: argparse.Namespace) -> list[dict[s
     moving = functools.partial(_native.remat_moving_plans, *trace, bus, bus, 2**62)
     found = {
         "recompute": [(plan[0], plan[1]) for plan in _native.remat_plans(*trace)],
-        "move": [(plan[0], plan[1]) for plan, _ in moving(recomputes=False)],
-        "both": [(plan[0], plan[1]) for plan, _ in moving()],
+        "move": [(plan[0], plan[1]) for plan, *_ in moving(recomputes=False)],
+        "both": [(plan[0], plan[1]) for plan, *_ in moving()],
     }
     rows = []
     for share in options.shares:

@@ -149,7 +149,7 @@ def remat_moving_plans(
     back: float,
     most_moved: int,
     recomputes: bool = True,
-) -> list[tuple[tuple[int, float, list[int]], float]]: ...
+) -> list[tuple[tuple[int, float, list[int]], float, list[tuple[int, int]]]]: ...
 def remat_plans(
     contents: list[tuple[int, int, bool, int, int, int]],
     calls: list[tuple[float, list[int], list[int], list[int], int]],

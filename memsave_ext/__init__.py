@@ -24,6 +24,7 @@ from .checkpoint import (
     use_engine_hooks,
 )
 from .dry_run import is_dry_run
+from .elsewhere.weights import weights_on
 from .loss_head import (
     LinearCrossEntropyLoss,
     linear_cross_entropy,
@@ -71,4 +72,5 @@ __all__ = [
     "remat_module",
     "remove_hooks",
     "use_engine_hooks",
+    "weights_on",
 ]

@@ -23,6 +23,9 @@ for line in sys.stdin:
         try:
             os.environ.clear()
             os.environ.update(environment)
+            # In a fork torch makes its engine anew when it is asked for first, which two threads
+            # must not do at once.
+            torch.autograd.Variable._execution_engine.is_checkpoint_valid()
             for number, path in enumerate(outputs, 1):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
             exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})

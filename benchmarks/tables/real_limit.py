@@ -19,7 +19,7 @@ _EXPLAINED = """\
 - torch's features: each block checkpointed, the loss in checkpointed chunks, the tutorial's fused AdamW in backward.
 - Exact: `remat(budget="auto")`, which recomputes no more than the limit asks for; the loss without logits; `AdamW(in_backward=True)`.
 - Formats: as exact, with the most exact parameters and states that fit, which the cell names.
-- Moving: as exact, with states and activations in files, and where weights do not fit, in the format that the cell names."""  # noqa: E501
+- Moving: as exact, with states and activations in files, and where the cell says so, weights."""  # noqa: E501
 
 
 def seconds(row: Record) -> float:

@@ -107,7 +107,10 @@ void Region::finish_forward(PyObject* outputs) {
     pending_.emplace();
   }
   if (stop_at_last_save_ && !slots_.empty()) {
-    stop_at_last_save_ = worth_stopping(last_save_sequence_nr_, last_save_numel_) &&
+    // What the function has changed after the last save, a recompute that ran on would change, too.
+    const bool is_changed = last_save_version_.enabled() &&
+                            last_save_version_.current_version() != slots_.back().version;
+    stop_at_last_save_ = (is_changed || worth_stopping(last_save_sequence_nr_, last_save_numel_)) &&
                          !last_save_is_filled_later(outputs, last_save_sequence_nr_);
   }
 }
@@ -133,6 +136,7 @@ size_t Region::save(const at::Tensor& tensor) {
   const std::lock_guard<Lock> lock(state_mutex_);
   if (sequence_nr != last_save_sequence_nr_) last_save_numel_ = 0;
   last_save_sequence_nr_ = sequence_nr;
+  last_save_version_ = tensor.unsafeGetTensorImpl()->version_counter();
   if (!tensor.is_nested()) last_save_numel_ = std::max(last_save_numel_, tensor.numel());
   slots_.push_back(std::move(slot));
   return slots_.size() - 1;
@@ -168,17 +172,25 @@ void Region::forget(const BackwardKey& key) {
 
 at::Tensor Region::take(const BackwardKey& key, size_t index) {
   at::Tensor tensor;
+  uint32_t version = 0;
   std::vector<at::Tensor> freed;
-  const std::lock_guard<Lock> lock(state_mutex_);
-  const auto values = find(key);
-  if (values == values_.end() || index >= values->tensors.size()) return tensor;
-  tensor = std::move(values->tensors[index]);
-  if (!tensor.defined()) return tensor;
-  const bool last = std::none_of(values->tensors.begin(), values->tensors.end(),
-                                 [](const at::Tensor& other) { return other.defined(); });
-  if (last || key.kind == BackwardKey::kNone) {
-    freed = std::move(values->tensors);
-    values_.erase(values);
+  {
+    const std::lock_guard<Lock> lock(state_mutex_);
+    const auto values = find(key);
+    if (values == values_.end() || index >= values->tensors.size()) return tensor;
+    tensor = std::move(values->tensors[index]);
+    if (!tensor.defined()) return tensor;
+    version = values->versions[index];
+    const bool last = std::none_of(values->tensors.begin(), values->tensors.end(),
+                                   [](const at::Tensor& other) { return other.defined(); });
+    if (last || key.kind == BackwardKey::kNone) {
+      freed = std::move(values->tensors);
+      values_.erase(values);
+    }
+  }
+  // Autograd looks at versions where no hooks are.
+  if (options_.check_determinism && version_of(tensor) != version) {
+    throw_error("value_changed", index, version, version_of(tensor), on_error_);
   }
   return tensor;
 }
@@ -283,7 +295,8 @@ Recompute::Recompute(Region& region, const BackwardKey& key)
   }
   needed_ = region.slots_.size();
   while (needed_ > 0 && region.slots_[needed_ - 1].holders == 0) --needed_;
-  region.values_.push_back({key, std::vector<at::Tensor>(region.slots_.size())});
+  const size_t count = region.slots_.size();
+  region.values_.push_back({key, std::vector<at::Tensor>(count), std::vector<uint32_t>(count)});
 }
 
 bool Recompute::save(const at::Tensor& tensor) {
@@ -314,6 +327,7 @@ bool Recompute::save(const at::Tensor& tensor) {
   }
   if (slot.holders > 0) {
     freed = std::exchange(values->tensors[index], tensor);
+    values->versions[index] = version_of(tensor);
   }
   stopped_ = may_stop_ && index + 1 == values->tensors.size();
   return !stopped_;

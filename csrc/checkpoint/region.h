@@ -98,6 +98,7 @@ class Region : public std::enable_shared_from_this<Region> {
   struct Values {  // of one backward
     BackwardKey key;
     std::vector<at::Tensor> tensors;
+    std::vector<uint32_t> versions;  // when they were saved
   };
 
   pybind11::tuple unpack_arguments() const;
@@ -125,6 +126,7 @@ class Region : public std::enable_shared_from_this<Region> {
   bool forward_finished_ = false;
   bool stop_at_last_save_;
   uint64_t last_save_sequence_nr_ = 0;
+  c10::VariableVersion last_save_version_{c10::VariableVersion::DISABLED};
   int64_t last_save_numel_ = 0;
   Lock recompute_mutex_{
       LockOrder::kRegionRecompute};  // never waited for with the GIL, which a recompute needs

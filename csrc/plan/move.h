@@ -1,38 +1,14 @@
-// Plans that also move contents to a store: what was moved comes back as if it were recomputed by
-// an operator that reads nothing, and the time that this takes is that of a bus.
+// When the copies of a step that moves contents begin, and for how long the step waits for them.
 #pragma once
 
 #include <cstdint>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
 #include <vector>
 
-#include "locks.h"
+#include "plan/simulate.h"
 #include "plan/trace.h"
 #include "store/speed.h"
 
 namespace memsave_ext::plan {
-
-// A step in which contents are moved, as one in which they are dropped.
-class AsDropped {
- public:
-  AsDropped(const Trace& trace, const std::vector<Decision>& decisions);
-
-  bool moves() const { return made_.has_value(); }
-  const Trace& trace() const { return moves() ? *made_ : trace_; }
-  const std::vector<Decision>& decisions() const { return moves() ? dropped_ : decisions_; }
-
- private:
-  const Trace& trace_;
-  const std::vector<Decision>& decisions_;
-  std::optional<Trace> made_;
-  std::vector<Decision> dropped_;
-};
-
-// Returns what a step with these decisions needs.
-Plan simulate(const Trace& trace, std::vector<Decision> decisions);
 
 // When a plan's copies begin, so that its peak is kept to.
 struct Schedule {
@@ -45,21 +21,25 @@ struct Schedule {
   double waiting = 0;  // seconds, for copies that are not over in time
 };
 
-class MovingPlans {
+// The copies of a trace's steps, and its clock.
+class Bus {
  public:
-  MovingPlans(const Trace& trace, const std::vector<Plan>& recompute, store::Speed speed,
-              int64_t most_moved);
+  Bus(const Trace& trace, store::Speed speed);
 
-  const store::Speed speed;
-  const int64_t most_moved;
-  std::vector<Plan> plans;  // as plans_of() has them; never changed
-
-  // Null where the plan moves nothing.
-  std::shared_ptr<const Schedule> schedule(const Trace& trace, const Plan& plan);
+  // Of a step with these decisions, as the simulator has run it latest, whose peak may be `level`.
+  Schedule schedule(const Simulator& simulator, const std::vector<Decision>& decisions,
+                    int64_t level) const;
+  struct Cost {
+    int64_t peak;
+    double waiting;
+  };
+  Cost cost(const Simulator& simulator, const std::vector<Decision>& decisions,
+            int64_t level) const;
 
  private:
-  Lock mutex_{LockOrder::kSchedules};
-  std::map<const Plan*, std::shared_ptr<const Schedule>> schedules_;
+  const Trace& trace_;
+  const store::Speed speed_;
+  const std::vector<double> clock_;  // by moment
 };
 
 }  // namespace memsave_ext::plan

@@ -34,30 +34,45 @@ void fill_in(const Trace& trace, const Routes& routes, int32_t call, std::vector
 
 }  // namespace
 
-Routes::Routes(const Simulator& simulator) {
+Routes::Routes(const Simulator& simulator, bool moves) {
   const Trace& trace = simulator.trace();
-  repeat_of.assign(trace.contents.size(), -1);
-  users.resize(trace.contents.size());
-  std::vector<int32_t> repeat_of_call(trace.calls.size(), -1), calls;
-  std::vector<int32_t> order;
-  for (size_t i = 0; i < trace.contents.size(); ++i) {
-    if (simulator.can_be_dropped(static_cast<int32_t>(i))) droppable.push_back(i);
+  const size_t contents = trace.contents.size();
+  repeat_of.assign(contents, -1);
+  users.resize(contents);
+  can_be_dropped.resize(contents);
+  can_be_moved.resize(contents);
+  for (size_t i = 0; i < contents; ++i) {
+    const auto content = static_cast<int32_t>(i);
+    can_be_dropped[i] = simulator.can_be_dropped(content);
+    can_be_moved[i] = moves && simulator.can_be_moved(content);
+    if (can_be_dropped[i] || can_be_moved[i]) free.push_back(content);
   }
-  order = droppable;
-  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-    return trace.contents[a].call < trace.contents[b].call;
-  });
-  for (const int32_t content : order) {
+  // What has no call, or must not be recomputed by it, stands where it is read first or made.
+  const auto number = static_cast<int32_t>(trace.calls.size());
+  std::vector<int32_t> first_read(contents, number);
+  for (int32_t i = number; i-- > 0;) {
+    for (const int32_t read : trace.calls[i].reads) first_read[read] = i;
+  }
+  const auto place = [&](int32_t content) {
     const int32_t call = trace.contents[content].call;
-    if (calls.empty() || calls.back() != call) {
+    if (can_be_dropped[content]) return std::make_pair(call, 1);
+    return call >= 0 ? std::make_pair(call, 2) : std::make_pair(first_read[content], 0);
+  };
+  std::vector<int32_t> order = free, calls;
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int32_t a, int32_t b) { return place(a) < place(b); });
+  for (const int32_t content : order) {
+    const int32_t call = can_be_dropped[content] ? trace.contents[content].call : -1;
+    if (call < 0 || calls.empty() || calls.back() != call) {
       calls.push_back(call);
       repeats.emplace_back();
     }
     repeats.back().makes.push_back(content);
     repeat_of[content] = static_cast<int32_t>(repeats.size()) - 1;
   }
-  std::vector<int32_t> seen(trace.contents.size(), -1);
+  std::vector<int32_t> seen(contents, -1);
   for (size_t i = 0; i < repeats.size(); ++i) {
+    if (calls[i] < 0) continue;
     Repeat& repeat = repeats[i];
     fill_in(trace, *this, calls[i], seen, repeat);
     for (const int32_t read : repeat.reads) users[read].push_back(static_cast<int32_t>(i));
@@ -169,25 +184,42 @@ bool Profile::fits(int32_t from, int32_t to, int64_t bytes) {
   return true;
 }
 
-Search::Search(Simulator& simulator, const Routes& routes)
+Search::Search(Simulator& simulator, const Routes& routes, int64_t most_moved)
     : simulator_(simulator),
       routes_(routes),
       trace_(simulator.trace()),
       spans_(simulator.timeline().spans),
-      by_worth_(routes.droppable) {
-  const auto worth = [&](int32_t content) {
-    return routes_.repeats[routes_.repeat_of[content]].seconds /
-           static_cast<double>(std::max<int64_t>(trace_.contents[content].bytes, 1));
-  };
-  std::stable_sort(by_worth_.begin(), by_worth_.end(),
-                   [&](int32_t a, int32_t b) { return worth(a) > worth(b); });
+      most_moved_(most_moved) {
+  set_price(0);
   first_need_ = simulator.timeline().size();
-  for (const int32_t content : routes_.droppable) {
+  for (const int32_t content : routes_.free) {
     first_need_ = std::min(first_need_, spans_[content].until + 1);
   }
   for (const int32_t content : simulator.timeline().openings) {
     first_need_ = std::min(first_need_, spans_[content].opened);
   }
+}
+
+void Search::set_price(double seconds_per_byte) {
+  price_ = seconds_per_byte;
+  by_worth_ = routes_.free;
+  std::vector<double> worth(trace_.contents.size());
+  for (const int32_t content : by_worth_) {
+    constexpr double kNever = std::numeric_limits<double>::infinity();
+    const double again = routes_.can_be_dropped[content]
+                             ? routes_.repeats[routes_.repeat_of[content]].seconds
+                             : kNever;
+    const double back = routes_.can_be_moved[content] ? seconds_to_move(content) : kNever;
+    worth[content] = std::min(again, back) /
+                     static_cast<double>(std::max<int64_t>(trace_.contents[content].bytes, 1));
+  }
+  std::stable_sort(by_worth_.begin(), by_worth_.end(),
+                   [&](int32_t a, int32_t b) { return worth[a] > worth[b]; });
+}
+
+double Search::seconds_to_move(int32_t content) const {
+  return kSecondsPerMove + kSecondsPerCall +
+         price_ * static_cast<double>(trace_.contents[content].bytes);
 }
 
 bool Search::Runs::operator==(const Runs& other) const {
@@ -205,7 +237,12 @@ Simulator::Result Search::set(std::vector<Decision> decisions) {
   const auto result = simulator_.run(decisions_);
   work_ += 4 * (simulator_.timeline().size() + static_cast<int64_t>(decisions_.size()));
   profile_.set(simulator_.memory(), profile_.level());
+  moved_ = 0;
+  for (size_t i = 0; i < decisions_.size(); ++i) {
+    if (is_moved(decisions_[i])) moved_ += trace_.contents[i].bytes;
+  }
   runs_.assign(routes_.repeats.size(), {});
+  backs_.assign(trace_.contents.size(), 0);
   stays_.assign(trace_.contents.size(), {});
   on_way_.assign(trace_.calls.size(), 0);
   held_until_.assign(trace_.contents.size(), -1);
@@ -227,6 +264,16 @@ void Search::find_needs(int32_t repeat) {
             [](const Need& a, const Need& b) { return a.slot < b.slot; });
 }
 
+// Whether a content that has come in a slot, for this need, is held from then on.
+bool Search::stays(int32_t content, const Need& need) const {
+  const auto& span = spans_[content];
+  if (span.until < need.slot) return false;
+  if (content == need.content && span.opened == need.slot) return true;
+  const Decision decision = decisions_[content];
+  const bool is_once = decision == Decision::kDrop || decision == Decision::kMove;
+  return is_once && (trace_.contents[content].closed >= 0 || span.opened >= need.slot);
+}
+
 // Returns when a repeat runs, and sets when its results have memory.
 Search::Runs Search::follow(int32_t repeat) {
   find_needs(repeat);
@@ -234,36 +281,48 @@ Search::Runs Search::follow(int32_t repeat) {
   Runs runs;
   for (const int32_t made : makes) {
     held_until_[made] = -1;
-    Stay stay;
-    if (decisions_[made] == Decision::kKeep)
-      stay = {spans_[made].kept_from, spans_[made].until + 1};
+    if (is_moved(decisions_[made])) {
+      follow_moved(made);
+      continue;
+    }
+    if (backs_[made] > 0) set_backs(made, 0);
+    if (decisions_[made] != Decision::kKeep) continue;
+    Stay stay = {spans_[made].kept_from, spans_[made].until + 1};
     for (const Need& need : needs_) {
       if (need.content == made) stay.to = std::max(stay.to, need.slot + 1);
     }
-    if (decisions_[made] == Decision::kKeep) set_stay(made, stay);
+    set_stay(made, stay);
   }
+  const auto is_dropped = [&](int32_t made) {
+    return decisions_[made] == Decision::kDrop || decisions_[made] == Decision::kDropTwice;
+  };
   for (const Need& need : needs_) {
-    if (decisions_[need.content] == Decision::kKeep || held_until_[need.content] >= need.slot) {
-      continue;
-    }
+    if (!is_dropped(need.content) || held_until_[need.content] >= need.slot) continue;
     runs.add(need.slot);
     for (const int32_t made : makes) {
-      const auto& span = spans_[made];
-      const bool is_awaited = trace_.contents[made].closed >= 0 || span.opened >= need.slot;
-      if (decisions_[made] == Decision::kKeep || held_until_[made] >= 0 || span.until < need.slot) {
-        continue;
-      }
-      if ((decisions_[made] == Decision::kDrop && is_awaited) ||
-          (made == need.content && span.opened == need.slot)) {
-        held_until_[made] = span.until;
-        set_stay(made, {need.slot, span.until + 1});
-      }
+      if (!is_dropped(made) || held_until_[made] >= 0 || !stays(made, need)) continue;
+      held_until_[made] = spans_[made].until;
+      set_stay(made, {need.slot, spans_[made].until + 1});
     }
   }
   for (const int32_t made : makes) {
-    if (decisions_[made] != Decision::kKeep && held_until_[made] < 0) set_stay(made, {});
+    if (is_dropped(made) && held_until_[made] < 0) set_stay(made, {});
   }
   return runs;
+}
+
+void Search::follow_moved(int32_t content) {
+  int32_t backs = 0;
+  Stay stay;
+  for (const Need& need : needs_) {
+    if (need.content != content || held_until_[content] >= need.slot) continue;
+    ++backs;
+    if (!stays(content, need)) continue;
+    held_until_[content] = spans_[content].until;
+    stay = {need.slot, spans_[content].until + 1};
+  }
+  set_stay(content, stay);
+  set_backs(content, backs);
 }
 
 void Search::set_runs(int32_t number, const Runs& runs) {
@@ -277,6 +336,21 @@ void Search::set_runs(int32_t number, const Runs& runs) {
     on_way_[call] += more;
     too_often_ = too_often_ || (more > 0 && on_way_[call] > kMostRuns);
   }
+}
+
+void Search::set_backs(int32_t content, int32_t backs) {
+  const int32_t more = backs - backs_[content];
+  if (more == 0) return;
+  old_backs_.emplace_back(content, backs_[content]);
+  backs_[content] = backs;
+  seconds_ += more * seconds_to_move(content);
+  too_often_ = too_often_ || (more > 0 && backs > kMostRuns);
+}
+
+void Search::decide(int32_t content, Decision decision) {
+  const int32_t more = int32_t(is_moved(decision)) - int32_t(is_moved(decisions_[content]));
+  moved_ += more * trace_.contents[content].bytes;
+  decisions_[content] = decision;
 }
 
 void Search::set_stay(int32_t content, Stay stay) {
@@ -299,8 +373,9 @@ void Search::add_piece(int32_t from, int32_t to, int64_t bytes) {
 void Search::change(int32_t content, Decision decision, bool only_allowed) {
   changed_ = content;
   before_ = decisions_[content];
-  decisions_[content] = decision;
+  decide(content, decision);
   old_runs_.clear();
+  old_backs_.clear();
   old_stays_.clear();
   pieces_.clear();
   seconds_ = 0;
@@ -329,7 +404,8 @@ void Search::change(int32_t content, Decision decision, bool only_allowed) {
 }
 
 void Search::undo() {
-  decisions_[changed_] = before_;
+  decide(changed_, before_);
+  for (const auto& [content, backs] : old_backs_) backs_[content] = backs;
   for (const auto& [repeat, runs] : old_runs_) {
     const int32_t more = runs.count - runs_[repeat].count;
     for (const int32_t call : routes_.repeats[repeat].calls) on_way_[call] += more;
@@ -382,7 +458,7 @@ bool Search::fits() {
   return fits;
 }
 
-bool Search::Move::operator<(const Move& other) const {
+bool Search::Candidate::operator<(const Candidate& other) const {
   return score != other.score ? score < other.score : content > other.content;
 }
 
@@ -393,14 +469,20 @@ double Search::score(int32_t content, Decision decision) {
   return lowered / std::max(seconds_, kLeastSeconds);
 }
 
-// Adds the moves that may lower memory where it is over the level, with bounds of their scores.
-void Search::push_moves(int32_t content, std::vector<Move>& heap) {
+bool Search::is_possible(int32_t content, Decision decision) const {
+  if (!routes_.can(content, decision)) return false;
+  if (!is_moved(decision) || is_moved(decisions_[content])) return true;
+  return moved_ + trace_.contents[content].bytes <= most_moved_;
+}
+
+// Adds the changes that may lower memory where it is over the level, with bounds of their scores.
+void Search::push_candidates(int32_t content, std::vector<Candidate>& heap) {
   const auto push = [&](Decision decision, int64_t gain, double seconds) {
-    if (gain <= 0) return;
+    if (gain <= 0 || !is_possible(content, decision)) return;
     const double score = static_cast<double>(gain) / std::max(seconds, kLeastSeconds);
-    Move move = {score, content, decision, 0};
-    move.number = ++pushed(move);
-    heap.push_back(move);
+    Candidate candidate = {score, content, decision, 0};
+    candidate.number = ++pushed(candidate);
+    heap.push_back(candidate);
     std::push_heap(heap.begin(), heap.end());
   };
   const auto& span = spans_[content];
@@ -408,74 +490,86 @@ void Search::push_moves(int32_t content, std::vector<Move>& heap) {
   const int32_t number = routes_.repeat_of[content];
   const Repeat& repeat = routes_.repeats[number];
   const int32_t end = span.opened >= 0 ? span.opened : span.until + 1;
-  if (decisions_[content] == Decision::kKeep) {
-    push(Decision::kDrop, profile_.gain(span.kept_from, end, -bytes),
-         runs_[number].count > 0 ? 0 : repeat.seconds);
+  const Decision now = decisions_[content];
+  if (now == Decision::kKeep) {
+    const int64_t gain = profile_.gain(span.kept_from, end, -bytes);
+    push(Decision::kDrop, gain, runs_[number].count > 0 ? 0 : repeat.seconds);
+    push(Decision::kMove, gain, seconds_to_move(content));
     return;
   }
-  if (runs_[number].count == 0) return;
+  if (now == Decision::kMove && backs_[content] > 0) {
+    push(Decision::kMoveTwice, profile_.gain(first_need_, end, -bytes), seconds_to_move(content));
+  }
+  if (is_moved(now) || runs_[number].count == 0) return;
   const int32_t from = runs_[number].slots[0];
-  if (decisions_[content] == Decision::kDrop) {
+  if (now == Decision::kDrop) {
     push(Decision::kDropTwice, profile_.gain(from, end, -bytes), repeat.seconds);
   }
-  // Keeping it helps where that lets others, which it is computed from, be recomputed later.
+  // Keeping or moving it helps where that lets others, which it is computed from, come back later,
+  // and moving it where these are kept for it.
   const bool has_dropped = std::any_of(repeat.reads.begin(), repeat.reads.end(), [&](int32_t read) {
     return decisions_[read] != Decision::kKeep;
   });
-  if (has_dropped) {
-    constexpr int64_t all = std::numeric_limits<int64_t>::max() / 4;
-    push(Decision::kKeep, profile_.gain(from, simulator_.timeline().size(), -all), 0);
-  }
+  if (!has_dropped && !is_possible(content, Decision::kMove)) return;
+  constexpr int64_t kAll = std::numeric_limits<int64_t>::max() / 4;
+  const int64_t most = profile_.gain(from, simulator_.timeline().size(), -kAll);
+  if (has_dropped) push(Decision::kKeep, most, 0);
+  push(Decision::kMove, most, 0);
 }
 
-// Adds the moves whose scores may have grown because of a change of `content`.
-void Search::push_moves_around(int32_t content, std::vector<Move>& heap) {
+// Adds the changes whose scores may have grown because of a change of `content`.
+void Search::push_candidates_around(int32_t content, std::vector<Candidate>& heap) {
   const Repeat& repeat = routes_.repeats[routes_.repeat_of[content]];
-  for (const int32_t made : repeat.makes) push_moves(made, heap);
-  for (const int32_t read : repeat.reads) push_moves(read, heap);
+  for (const int32_t made : repeat.makes) push_candidates(made, heap);
+  for (const int32_t read : repeat.reads) push_candidates(read, heap);
   for (const int32_t user : routes_.users[content]) {
-    for (const int32_t made : routes_.repeats[user].makes) push_moves(made, heap);
+    for (const int32_t made : routes_.repeats[user].makes) push_candidates(made, heap);
   }
 }
 
 bool Search::lower(int64_t level, int64_t aim) {
   profile_.set_level(aim);
-  pushed_.assign(3 * decisions_.size(), 0);
-  std::vector<Move> heap;
-  for (const int32_t content : routes_.droppable) push_moves(content, heap);
+  pushed_.assign(kDecisions * decisions_.size(), 0);
+  std::vector<Candidate> heap;
+  for (const int32_t content : routes_.free) push_candidates(content, heap);
   while (profile_.most() > level && !heap.empty() && !is_stopped()) {
     work_ += 1 + simulator_.timeline().size() / 256;
     std::pop_heap(heap.begin(), heap.end());
-    Move move = heap.back();
+    Candidate best = heap.back();
     heap.pop_back();
-    if (decisions_[move.content] == move.decision || move.number != pushed(move)) continue;
-    if (move.content == fixed_) continue;
-    // Scores fall as others move. One that is still about the best is taken.
-    move.score = score(move.content, move.decision);
-    if (move.score <= 0) continue;
-    if (!heap.empty() && move.score * kTolerance < heap.front().score) {
-      heap.push_back(move);
+    if (decisions_[best.content] == best.decision || best.number != pushed(best)) continue;
+    if (best.content == fixed_ || !is_possible(best.content, best.decision)) continue;
+    // Scores fall as others change. One that is still about the best is taken.
+    best.score = score(best.content, best.decision);
+    if (best.score <= 0) continue;
+    if (!heap.empty() && best.score * kTolerance < heap.front().score) {
+      heap.push_back(best);
       std::push_heap(heap.begin(), heap.end());
       continue;
     }
-    change(move.content, move.decision);
+    change(best.content, best.decision);
     commit();
-    push_moves_around(move.content, heap);
+    push_candidates_around(best.content, heap);
   }
   return profile_.most() <= level;
 }
 
 void Search::put_back(int64_t level) {
   profile_.set_level(level);
+  static constexpr Decision kBetter[] = {Decision::kKeep, Decision::kDrop, Decision::kMove};
   for (const int32_t content : by_worth_) {
     if (is_stopped()) return;
     ++work_;
     if (content == fixed_) continue;
-    for (const Decision decision : {Decision::kKeep, Decision::kDrop}) {
-      if (decisions_[content] <= decision) break;
+    for (const Decision decision : kBetter) {
+      const Decision now = decisions_[content];
+      if (now == Decision::kKeep) break;
+      if (now == decision || !is_possible(content, decision)) continue;
       if (decision == Decision::kKeep && !may_be_kept(content)) continue;
       change(content, decision, true);
-      if (seconds_ <= 0 && !too_often_ && fits()) {
+      const bool is_other_way = decision != Decision::kKeep && is_moved(now) != is_moved(decision);
+      const bool is_faster = is_other_way ? seconds_ < 0 : seconds_ <= 0;
+      if (is_faster && !too_often_ && fits()) {
         commit();
       } else {
         undo();

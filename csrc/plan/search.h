@@ -11,22 +11,28 @@
 
 namespace memsave_ext::plan {
 
-// The calls of contents that can be dropped, by number.
+// What a call makes again, by number. One that makes what can only be moved never runs.
 struct Repeat {
-  std::vector<int32_t> makes;  // contents that can be dropped
+  std::vector<int32_t> makes;  // contents that can be dropped or moved
   std::vector<int32_t> reads;  // such contents, directly or through what nobody saved
   std::vector<int32_t> calls;  // that make what nobody saved, on the way
   double seconds = 0;          // with these
 };
 
-// Which contents of a trace can be dropped, what each is recomputed from, and what that takes.
+// Which contents of a trace need not be kept, what each is recomputed from, and what that takes.
 struct Routes {
-  explicit Routes(const Simulator& simulator);
+  Routes(const Simulator& simulator, bool moves);
 
-  std::vector<Repeat> repeats;              // in the order of forward
-  std::vector<int32_t> droppable;           // contents, in the order of their making
-  std::vector<int32_t> repeat_of;           // by content: that makes it; -1: it is not droppable
-  std::vector<std::vector<int32_t>> users;  // by content: the repeats that read it
+  bool can(int32_t content, Decision decision) const {
+    return decision == Decision::kKeep ||
+           (is_moved(decision) ? can_be_moved : can_be_dropped)[content] != 0;
+  }
+
+  std::vector<Repeat> repeats;                        // in the order of forward
+  std::vector<int32_t> free;                          // contents, in the order of their making
+  std::vector<int32_t> repeat_of;                     // by content: that makes it; -1: it is kept
+  std::vector<std::vector<int32_t>> users;            // by content: the repeats that read it
+  std::vector<uint8_t> can_be_dropped, can_be_moved;  // by content
 };
 
 // The memory of a step by slot, and what of it is over a level. Sums over many slots look at blocks
@@ -67,8 +73,10 @@ class Profile {
 // is on the way, and is else that of a Simulator.
 class Search {
  public:
-  Search(Simulator& simulator, const Routes& routes);
+  Search(Simulator& simulator, const Routes& routes, int64_t most_moved);
 
+  // To bring a content back costs so many seconds for each of its bytes, besides the host's.
+  void set_price(double seconds_per_byte);
   // Simulates these decisions.
   Simulator::Result set(std::vector<Decision> decisions);
   const std::vector<Decision>& decisions() const { return decisions_; }
@@ -87,12 +95,12 @@ class Search {
   bool is_stopped() const { return work_ >= most_work_; }
 
  private:
-  struct Move {
+  struct Candidate {
     double score;  // what memory over the level falls by, per second
     int32_t content;
     Decision decision;
     int32_t number;  // counts up; only the latest one of a content and a decision holds
-    bool operator<(const Move& other) const;
+    bool operator<(const Candidate& other) const;
   };
   // The slots in which a repeat runs, in order. More than these few are not noted.
   struct Runs {
@@ -118,7 +126,11 @@ class Search {
   void commit();
   void find_needs(int32_t repeat);
   Runs follow(int32_t repeat);
+  void follow_moved(int32_t content);
+  bool stays(int32_t content, const Need& need) const;
   void set_runs(int32_t repeat, const Runs& runs);
+  void set_backs(int32_t content, int32_t backs);
+  void decide(int32_t content, Decision decision);
   void set_stay(int32_t content, Stay stay);
   void add_piece(int32_t from, int32_t to, int64_t bytes);
   template <class Function>
@@ -127,20 +139,26 @@ class Search {
   bool fits();
   bool may_be_kept(int32_t content);
   double score(int32_t content, Decision decision);
-  void push_moves(int32_t content, std::vector<Move>& heap);
-  void push_moves_around(int32_t content, std::vector<Move>& heap);
-  int32_t& pushed(const Move& move) {
-    return pushed_[3 * move.content + static_cast<int32_t>(move.decision)];
+  double seconds_to_move(int32_t content) const;
+  bool is_possible(int32_t content, Decision decision) const;
+  void push_candidates(int32_t content, std::vector<Candidate>& heap);
+  void push_candidates_around(int32_t content, std::vector<Candidate>& heap);
+  int32_t& pushed(const Candidate& candidate) {
+    return pushed_[kDecisions * candidate.content + static_cast<int32_t>(candidate.decision)];
   }
 
   Simulator& simulator_;
   const Routes& routes_;
   const Trace& trace_;
   const std::vector<Timeline::Span>& spans_;
-  std::vector<int32_t> by_worth_;  // droppable contents, the most seconds per byte first
+  const int64_t most_moved_;
+  double price_ = 0;
+  std::vector<int32_t> by_worth_;  // free contents, the most seconds per byte first
   std::vector<Decision> decisions_;
   Profile profile_;
+  int64_t moved_ = 0;            // bytes
   std::vector<Runs> runs_;       // by repeat
+  std::vector<int32_t> backs_;   // by content: how often it is brought back
   std::vector<int32_t> on_way_;  // by call: how often it runs on the way
   std::vector<Stay> stays_;      // by content
   int32_t first_need_ = 0;       // the first slot from which stays depend on other decisions
@@ -150,6 +168,7 @@ class Search {
   int32_t changed_ = -1;
   Decision before_ = Decision::kKeep;
   std::vector<std::pair<int32_t, Runs>> old_runs_;
+  std::vector<std::pair<int32_t, int32_t>> old_backs_;
   std::vector<std::pair<int32_t, Stay>> old_stays_;
   std::vector<Piece> pieces_;
   double seconds_ = 0;      // that it adds
@@ -157,7 +176,7 @@ class Search {
   // Room for what change() works with.
   std::vector<int32_t> pending_;  // repeats, as a heap
   std::vector<Need> needs_;
-  std::vector<int32_t> pushed_;      // by content and decision: how many moves were added for it
+  std::vector<int32_t> pushed_;      // by content and decision: how many candidates were added
   std::vector<int32_t> held_until_;  // by content
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "plan/constants.h"
 
@@ -54,7 +55,8 @@ Simulator::Simulator(const Trace& trace) : trace_(trace), timeline_(trace) {
   const size_t contents = trace.contents.size();
   based_.resize(contents);
   held_until_.resize(contents);
-  first_made_.resize(contents);
+  first_back_.resize(contents);
+  backs_.resize(contents);
   needed_until_.resize(contents);
   uses_.resize(contents);
   on_the_way_.resize(contents);
@@ -67,6 +69,20 @@ Simulator::Simulator(const Trace& trace) : trace_(trace), timeline_(trace) {
 bool Simulator::can_be_dropped(int32_t content) const {
   const auto& c = trace_.contents[content];
   return c.saved && c.call >= 0 && c.let_go >= 0 && !c.must_be_kept;
+}
+
+bool Simulator::can_be_moved(int32_t content) const {
+  const auto& c = trace_.contents[content];
+  return c.saved && c.let_go >= 0 && c.bytes >= kLeastMoved;
+}
+
+void Simulator::correct(std::vector<Decision>& decisions) const {
+  for (size_t i = 0; i < decisions.size(); ++i) {
+    const auto content = static_cast<int32_t>(i);
+    const bool is_possible =
+        is_moved(decisions[i]) ? can_be_moved(content) : can_be_dropped(content);
+    if (!is_possible) decisions[i] = Decision::kKeep;
+  }
 }
 
 Simulator::Result Simulator::run(const std::vector<Decision>& decisions, int32_t watched) {
@@ -101,11 +117,12 @@ void Simulator::begin(const std::vector<Decision>& decisions) {
   live_ = top_ = 0;
   for (size_t i = 0; i < based_.size(); ++i) {
     const auto& content = trace_.contents[i];
-    based_[i] = content.let_go < 0 || content.call < 0 ||
+    based_[i] = content.let_go < 0 || (content.call < 0 && !is_moved(decisions[i])) ||
                 (content.saved && decisions[i] == Decision::kKeep);
   }
   std::fill(held_until_.begin(), held_until_.end(), -1);
-  std::fill(first_made_.begin(), first_made_.end(), -1);
+  std::fill(first_back_.begin(), first_back_.end(), -1);
+  std::fill(backs_.begin(), backs_.end(), 0);
   std::fill(needed_until_.begin(), needed_until_.end(), -1);
   std::fill(runs_.begin(), runs_.end(), 0);
   std::fill(freed_.begin(), freed_.end(), 0);
@@ -116,7 +133,7 @@ void Simulator::begin(const std::vector<Decision>& decisions) {
 // the block cannot know whether a graph is retained. Contents come after those they are made of.
 void Simulator::pin() {
   for (size_t i = based_.size(); i-- > 0;) {
-    if (based_[i]) continue;
+    if (based_[i] || is_away(static_cast<int32_t>(i))) continue;
     int32_t until = needed_until_[i];
     if (trace_.contents[i].saved) until = std::max(until, timeline_.spans[i].until);
     for (const int32_t read : trace_.calls[trace_.contents[i].call].reads) {
@@ -144,6 +161,7 @@ void Simulator::count_uses(int32_t content) {
     if (is_there(c)) continue;
     // What a recomputation before this one left is zero, since all uses were counted down.
     ++uses_[c];
+    if (is_away(c)) continue;
     const int32_t call = trace_.contents[c].call;
     if (counted_[call]) continue;
     counted_[call] = 1;
@@ -154,6 +172,7 @@ void Simulator::count_uses(int32_t content) {
 }
 
 void Simulator::make_available(int32_t content) {
+  if (is_away(content)) return bring_back(content);
   stack_.push_back({trace_.contents[content].call, 0});
   while (!stack_.empty()) {
     Frame& frame = stack_.back();
@@ -167,6 +186,8 @@ void Simulator::make_available(int32_t content) {
     if (is_there(read) || on_the_way_[read]) {
       ++frame.next;
       take(call, read);
+    } else if (is_away(read)) {
+      bring_back(read);
     } else {
       stack_.push_back({trace_.contents[read].call, 0});
     }
@@ -200,16 +221,10 @@ void Simulator::finish(int32_t number) {
   top_ = std::max(top_, live_ + call.temporary);
   for (const int32_t made : call.makes) {
     const int64_t size = trace_.contents[made].bytes;
-    if (first_made_[made] < 0) first_made_[made] = slot_;
-    if (is_there(made)) {
+    if (is_there(made) || is_away(made)) {
       live_ -= size;
-    } else if (stays(made)) {
-      held_until_[made] = timeline_.spans[made].until;
-      freed_[held_until_[made]] += size;
-    } else if (uses_[made] > 0) {
-      on_the_way_[made] = 1;
     } else {
-      live_ -= size;
+      hold(made);
     }
   }
   for (const int32_t read : call.reads) {
@@ -219,10 +234,33 @@ void Simulator::finish(int32_t number) {
   }
 }
 
+void Simulator::bring_back(int32_t content) {
+  result_.most_runs = std::max(result_.most_runs, ++backs_[content]);
+  result_.seconds += kSecondsPerMove + kSecondsPerCall;
+  if (first_back_[content] < 0) first_back_[content] = slot_;
+  grow(trace_.contents[content].bytes);
+  hold(content);
+}
+
+// What has memory now has it for as long as it is awaited.
+void Simulator::hold(int32_t content) {
+  const int64_t size = trace_.contents[content].bytes;
+  if (stays(content)) {
+    held_until_[content] = timeline_.spans[content].until;
+    freed_[held_until_[content]] += size;
+  } else if (uses_[content] > 0) {
+    on_the_way_[content] = 1;
+  } else {
+    live_ -= size;
+  }
+}
+
 // Whether a content that was just made is held until nobody needs it any more.
 bool Simulator::stays(int32_t content) const {
   if (content == opened_) return true;
-  if (!trace_.contents[content].saved || (*decisions_)[content] != Decision::kDrop) return false;
+  const Decision decision = (*decisions_)[content];
+  const bool is_once = decision == Decision::kDrop || decision == Decision::kMove;
+  if (!trace_.contents[content].saved || !is_once) return false;
   const auto& span = timeline_.spans[content];
   return span.until >= slot_ && (trace_.contents[content].closed >= 0 || span.opened >= slot_);
 }
@@ -253,6 +291,13 @@ void Simulator::add_kept() {
     memory_[slot] += kept;
     result_.peak = std::max(result_.peak, memory_[slot]);
   }
+}
+
+Plan simulate(const Trace& trace, std::vector<Decision> decisions) {
+  Simulator simulator(trace);
+  simulator.correct(decisions);
+  const auto result = simulator.run(decisions);
+  return {result.peak, result.seconds, std::move(decisions)};
 }
 
 namespace {

@@ -43,8 +43,8 @@ class Simulator {
 
   struct Result {
     int64_t peak = 0;
-    double seconds = 0;
-    int most_runs = 0;  // how often an operator is run again, at most
+    double seconds = 0;  // of operators that run again, and of the host for what is moved
+    int most_runs = 0;   // how often an operator is run again, or a content brought back, at most
   };
   // `watched`: a slot, for held().
   Result run(const std::vector<Decision>& decisions, int32_t watched = -1);
@@ -59,8 +59,11 @@ class Simulator {
   };
   const Held& held() const { return held_; }
   bool can_be_dropped(int32_t content) const;
-  // By content, of the latest run: the slot in which it was recomputed first; -1: it was not.
-  const std::vector<int32_t>& first_made() const { return first_made_; }
+  bool can_be_moved(int32_t content) const;
+  // Keeps what it must.
+  void correct(std::vector<Decision>& decisions) const;
+  // By content, of the latest run: the slot in which it was brought back first; -1: it was not.
+  const std::vector<int32_t>& first_back() const { return first_back_; }
 
  private:
   struct Frame {
@@ -73,11 +76,14 @@ class Simulator {
   void open(int32_t content);
   void count_uses(int32_t content);
   void make_available(int32_t content);
+  void bring_back(int32_t content);
   void take(const TraceCall& call, int32_t content);
   void finish(int32_t call);
-  void close();
+  void hold(int32_t content);
   void add_kept();
   bool is_there(int32_t content) const { return based_[content] || held_until_[content] >= slot_; }
+  // Whether it comes from the store, and not from its call.
+  bool is_away(int32_t content) const { return is_moved((*decisions_)[content]); }
   bool stays(int32_t content) const;
   void grow(int64_t bytes);
 
@@ -86,12 +92,12 @@ class Simulator {
   const std::vector<Decision>* decisions_ = nullptr;
   Result result_;
   int32_t slot_ = 0;
-  int32_t opened_ = -1;  // the content that is being recomputed for its opening
+  int32_t opened_ = -1;  // the content that is made or brought back for its opening
   int64_t live_ = 0;     // bytes of recomputed contents
   int64_t top_ = 0;      // the most of them in this slot
-  std::vector<int32_t> first_made_;
-  std::vector<uint8_t> based_;       // by content: it is not recomputed
-  std::vector<int32_t> held_until_;  // by content: recomputed and held until this slot; -1: not
+  std::vector<int32_t> first_back_;
+  std::vector<uint8_t> based_;       // by content: it is kept
+  std::vector<int32_t> held_until_;  // by content: made again and held until this slot; -1: not
   std::vector<int32_t>
       needed_until_;  // by content: the last slot in which it is kept for a dropped one
   // By content, of the recomputation that runs.
@@ -100,6 +106,7 @@ class Simulator {
   std::vector<uint8_t> counted_;     // by call
   std::vector<int32_t> pending_;     // contents whose uses are to be counted
   std::vector<int32_t> runs_;        // by call
+  std::vector<int32_t> backs_;       // by content
   std::vector<int32_t> counted_calls_;
   std::vector<Frame> stack_;
   std::vector<int64_t> freed_;  // bytes that are freed after a slot
@@ -107,5 +114,8 @@ class Simulator {
   int32_t watched_ = -1;
   Held held_;
 };
+
+// Returns what a step with these decisions needs. What can be neither dropped nor moved is kept.
+Plan simulate(const Trace& trace, std::vector<Decision> decisions);
 
 }  // namespace memsave_ext::plan

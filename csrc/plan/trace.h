@@ -88,6 +88,8 @@ enum class Decision : uint8_t {
   kMoveTwice,  // as kDropTwice
 };
 
+constexpr int32_t kDecisions = 5;
+
 inline bool is_moved(Decision decision) { return decision >= Decision::kMove; }
 
 struct Plan {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <string_view>
 
-#include "plan/move.h"
 #include "plan/simulate.h"
 #include "remat/operators.h"
 
@@ -47,9 +46,8 @@ bool passes_logits_on(std::string_view name) {
 }  // namespace
 
 Limit limit_of(const plan::Trace& trace, const plan::Plan& plan) {
-  const plan::AsDropped step(trace, plan.decisions);
-  plan::Simulator simulator(step.trace());
-  simulator.run(step.decisions());
+  plan::Simulator simulator(trace);
+  simulator.run(plan.decisions);
   const plan::Timeline& timeline = simulator.timeline();
   const auto& memory = simulator.memory();
   const auto highest = std::max_element(memory.begin(), memory.end());
@@ -59,7 +57,7 @@ Limit limit_of(const plan::Trace& trace, const plan::Plan& plan) {
   limit.place = place_of(trace, timeline, slot);
   limit.others = timeline.memory[slot];
   limit.held = *highest - limit.others;
-  simulator.run(step.decisions(), slot);
+  simulator.run(plan.decisions, slot);
   limit.kept = simulator.held().kept;
   limit.recomputed = simulator.held().recomputed;
   for (const auto& [moment, bytes] : trace.left) {
@@ -99,18 +97,24 @@ std::vector<int32_t> logits_of(const plan::Trace& trace) {
 }
 
 std::vector<int64_t> foreseen(const plan::Trace& trace,
-                              const std::vector<plan::Decision>& decisions) {
+                              const std::vector<plan::Decision>& decisions,
+                              const plan::Schedule* schedule) {
   std::vector<plan::Decision> all = decisions;
   all.resize(trace.contents.size(), plan::Decision::kKeep);
-  const plan::AsDropped step(trace, all);
-  plan::Simulator simulator(step.trace());
-  all = step.decisions();
-  for (size_t i = 0; i < all.size(); ++i) {
-    if (!simulator.can_be_dropped(static_cast<int32_t>(i))) all[i] = plan::Decision::kKeep;
-  }
+  plan::Simulator simulator(trace);
+  simulator.correct(all);
   simulator.run(all);
   const plan::Timeline& timeline = simulator.timeline();
-  const auto& memory = simulator.memory();
+  std::vector<int64_t> memory = simulator.memory();
+  const size_t openings = schedule == nullptr ? 0 : std::min(all.size(), schedule->back.size());
+  for (size_t opened = 0; opened < openings; ++opened) {
+    for (const int32_t content : schedule->back[opened]) {
+      const int32_t until = simulator.first_back()[content];
+      for (int32_t slot = timeline.spans[opened].opened; slot < until; ++slot) {
+        memory[slot] += trace.contents[content].bytes;
+      }
+    }
+  }
   std::vector<int64_t> found;
   for (size_t i = 0; i < trace.moments.size(); ++i) {
     const int32_t slot = timeline.before[i];
@@ -123,10 +127,11 @@ std::vector<int64_t> foreseen(const plan::Trace& trace,
 }
 
 Deviation deviation_of(const plan::Trace& trace, const plan::Trace& known,
-                       const std::vector<plan::Decision>& decisions,
+                       const std::vector<plan::Decision>& decisions, const plan::Schedule* schedule,
                        const std::vector<int64_t>& measured) {
   const bool is_same = known.moments.size() == trace.moments.size();
-  const std::vector<int64_t> planned = foreseen(is_same ? known : trace, decisions);
+  const std::vector<int64_t> planned =
+      foreseen(is_same ? known : trace, decisions, is_same ? schedule : nullptr);
   const int64_t highest = *std::max_element(planned.begin(), planned.end());
   const auto most = std::max_element(measured.begin(), measured.end()) - measured.begin();
   Deviation deviation;

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "plan/move.h"
 #include "plan/plan.h"
 
 namespace memsave_ext::remat {
@@ -31,9 +32,10 @@ Limit limit_of(const plan::Trace& trace, const plan::Plan& plan);
 std::vector<int32_t> logits_of(const plan::Trace& trace);
 
 // The most bytes between two moments that a step under a plan is foreseen to need, by the later
-// one.
+// one. `schedule`: of its copies; null where it moves nothing.
 std::vector<int64_t> foreseen(const plan::Trace& trace,
-                              const std::vector<plan::Decision>& decisions);
+                              const std::vector<plan::Decision>& decisions,
+                              const plan::Schedule* schedule);
 
 // A step whose peak was more than a hundredth off.
 struct Deviation {
@@ -44,7 +46,7 @@ struct Deviation {
 // `measured`: as foreseen() has it, of the step that `trace` is of. `known`: the trace that its
 // plan was made of.
 Deviation deviation_of(const plan::Trace& trace, const plan::Trace& known,
-                       const std::vector<plan::Decision>& decisions,
+                       const std::vector<plan::Decision>& decisions, const plan::Schedule* schedule,
                        const std::vector<int64_t>& measured);
 
 }  // namespace memsave_ext::remat

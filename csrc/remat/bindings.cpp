@@ -377,8 +377,9 @@ py::list plans(const std::vector<ContentFields>& contents, const std::vector<Cal
   return result;
 }
 
-// The plans of a trace that move contents, too, each with the seconds for which it waits; those
-// that move alone where nothing `recomputes`.
+// The plans of a trace that move contents, too, each with the seconds for which it waits and pairs
+// of contents: when the first of a pair is opened, the second begins to come back. Where nothing
+// `recomputes`, those that move alone.
 py::list moving_plans(const std::vector<ContentFields>& contents,
                       const std::vector<CallFields>& calls,
                       const std::vector<MomentFields>& moments, int32_t forward, double out,
@@ -389,7 +390,12 @@ py::list moving_plans(const std::vector<ContentFields>& contents,
   py::list result;
   for (const plan::Plan& plan : made.plans) {
     const auto schedule = made.schedule(trace, plan);
-    result.append(py::make_tuple(as_tuple(plan), schedule ? schedule->waiting : 0.0));
+    std::vector<std::pair<int32_t, int32_t>> back;
+    const size_t contents = schedule ? schedule->back.size() : 0;
+    for (size_t opened = 0; opened < contents; ++opened) {
+      for (const int32_t other : schedule->back[opened]) back.emplace_back(opened, other);
+    }
+    result.append(py::make_tuple(as_tuple(plan), schedule ? schedule->waiting : 0.0, back));
   }
   return result;
 }

@@ -492,7 +492,7 @@ bool Step::kept_to_budget() const {
 
 void Step::compare(const plan::Trace& trace) {
   if (is_as_planned()) return;
-  deviation_ = deviation_of(trace, followed_->trace, plan_->decisions, curve_);
+  deviation_ = deviation_of(trace, followed_->trace, plan_->decisions, schedule_.get(), curve_);
 }
 
 // What a step does with a plan.
@@ -641,16 +641,7 @@ void Step::follow(std::shared_ptr<Known> known) {
     bytes_ = before_ + missing_ + static_cast<int64_t>(budget_.share * double(activations));
   }
   least_ = plans.back().peak + more;
-  plan_ = &plans.back();
-  // Where nothing fits, the last few bytes may take most of the time: within 1/200 of the least the
-  // fastest plan is as good. Of a GPT's plans with offload the least one took 26 ms, that one 10.
-  constexpr int64_t kNearlyLeast = 200;
-  const int64_t most = least_ <= bytes_ ? bytes_ : least_ + least_ / kNearlyLeast;
-  for (const plan::Plan& plan : plans) {
-    if (plan.peak + more > most) continue;
-    plan_ = &plan;
-    break;
-  }
+  plan_ = &plan::plan_within(plans, bytes_ - more);
   if (moving_) schedule_ = moving_->schedule(followed_->trace, *plan_);
 }
 
@@ -723,7 +714,7 @@ int64_t Step::before() const {
 std::vector<int64_t> Step::curve() const {
   const std::lock_guard<Lock> lock(mutex_);
   if (!script_) return curve_;
-  std::vector<int64_t> planned = foreseen(followed_->trace, plan_->decisions);
+  std::vector<int64_t> planned = foreseen(followed_->trace, plan_->decisions, schedule_.get());
   for (int64_t& bytes : planned) bytes += before_ - followed_->before;
   return planned;
 }

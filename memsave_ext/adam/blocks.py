@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from . import dtensor
+from ..shared import dtensor
 from .elements import Elements, zeros_like
 from .formats import STATE_FORMATS, Codes, StateFormat, first_of_state, key_of_state
 from .precise import square_root, wide

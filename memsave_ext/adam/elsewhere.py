@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dtensor import as_placed, local_tensor
-from .files import Files, is_in_file
+from ..shared.dtensor import as_placed, local_tensor
+from ..store.mapped import is_mapped
+from .files import Files
 from .host_memory import OnCpu
 from .place import Place
 
 
 class _InMemory(Place):
     def put(self, tensor: Tensor, device: torch.device) -> Tensor:
-        return tensor.clone() if is_in_file(tensor) else tensor
+        return tensor.clone() if is_mapped(tensor) else tensor
 
 
 _memory = _InMemory()

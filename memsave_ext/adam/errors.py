@@ -7,7 +7,6 @@ functions return. csrc/adam calls them by name.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,15 +168,6 @@ def wrong_gradient(param: Tensor, grad: Tensor) -> RuntimeError:
         "memsave_ext: a gradient must have the shape, dtype and device of its parameter, "
         f"{list(param.shape)} {param.dtype} {param.device}, got {list(grad.shape)} "
         f"{grad.dtype} {grad.device}"
-    )
-
-
-def another_mesh(param: Any, grad: Any) -> RuntimeError:
-    mesh = getattr(grad, "device_mesh", None)
-    got = "a plain tensor" if mesh is None else f"one on {mesh}"
-    return RuntimeError(
-        f"memsave_ext: the gradient of a DTensor must be a DTensor on {param.device_mesh}, got "
-        f"{got}. Wrap it with torch.distributed.tensor.DTensor.from_local() or distribute_tensor()"
     )
 
 

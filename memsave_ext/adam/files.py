@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,13 +12,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..store.file import File, Region
+from ..store.file import Region
 from ..store.folder import absolute_folder
 from ..store.kept import SMALLEST
+from ..store.mapped import MappedFile, pretend, pretends
 from .place import Fetched, Place
 
 _KEPT = 1 << 27  # bytes; a buffer that is larger is made anew for each step
-_PRETENDS = "_memsave_ext_in_file"  # an attribute of fake tensors
 
 
 class Files(Place):
@@ -41,13 +40,13 @@ class Files(Place):
                 f"states_on={self.folder!r}: states can be kept in a folder on Linux only: leave "
                 "states_on out"
             )
-        self.file = File(self.folder, f"states_on={self.folder!r}", "optimizer states")
-        self._regions: dict[int, Region] = {}  # what tensors have, by address
+        name = f"states_on={self.folder!r}"
+        self._mapped = MappedFile(self.folder, name, "optimizer states")
+        self.file = self._mapped.file
         self._spare: list[Tensor] = []  # a buffer, where no step has it
         # What was fetched after each region in the last step, by its offset.
         self._after: dict[int, list[Region]] = {}
         self._last: int | None = None
-        _all_files.add(self)
 
     def __repr__(self) -> str:
         return repr(self.folder)
@@ -77,7 +76,7 @@ class Files(Place):
     def put(self, tensor: Tensor, device: torch.device) -> Tensor:
         if not self._takes(tensor, device) or self.has(tensor):
             return tensor
-        placed, region = self._make(tensor)
+        placed, region = self._mapped.empty_like(tensor)
         with torch.no_grad():
             placed.copy_(tensor)
         region.is_zero = False
@@ -88,9 +87,9 @@ class Files(Place):
         if not self._takes(like, device):
             zeros = torch.zeros_like(like, device=device)
             if isinstance(zeros, FakeTensor) and self.takes(zeros.nbytes, device):
-                setattr(zeros, _PRETENDS, True)
+                pretend(zeros)
             return zeros
-        placed, region = self._make(like)
+        placed, region = self._mapped.empty_like(like)
         if not region.is_zero:
             placed.zero_()
             region.unmap()
@@ -103,19 +102,8 @@ class Files(Place):
         self._check_device(device)
         return self.takes(tensor.nbytes, device)
 
-    def _make(self, tensor: Tensor) -> tuple[Tensor, Region]:
-        """Returns a tensor like this one, without its values."""
-        region = self.file.take(tensor.nbytes)
-        memory = region.memory(tensor.nbytes)
-        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        weakref.finalize(memory, self._give_back, storage.data_ptr(), region).atexit = False
-        strides = torch.empty_like(tensor, device="meta").stride()
-        placed = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, strides)
-        self._regions[storage.data_ptr()] = region
-        return placed, region
-
     def fetch(self, state: Mapping[str, Tensor], device: torch.device) -> Fetched:
-        if fakes := {n: torch.empty_like(t) for n, t in state.items() if hasattr(t, _PRETENDS)}:
+        if fakes := {n: torch.empty_like(t) for n, t in state.items() if pretends(t)}:
             return Fetched({**state, **fakes})
         found = {name: self._region_of(tensor) for name, tensor in state.items()}
         regions = {name: region for name, region in found.items() if region is not None}
@@ -141,17 +129,11 @@ class Files(Place):
     def descriptor(self) -> int:
         return self.file.descriptor()
 
-    def _give_back(self, address: int, region: Region) -> None:
-        del self._regions[address]
-        self.file.free(region)
-
     def has(self, tensor: Tensor) -> bool:
         return self._region_of(tensor) is not None
 
     def _region_of(self, tensor: Tensor) -> Region | None:
-        if type(tensor) is not Tensor or tensor.nbytes < self.smallest:
-            return None
-        return self._regions.get(tensor.data_ptr())
+        return None if tensor.nbytes < self.smallest else self._mapped.region_of(tensor)
 
     def _read_ahead(self, regions: list[Region]) -> None:
         """Has the kernel read what is fetched next, as far as it is not in memory."""
@@ -160,21 +142,6 @@ class Files(Place):
         self._last = regions[0].offset
         for region in self._after.get(self._last, ()):
             self.file.read_ahead(region)
-
-
-_all_files: weakref.WeakSet[Files] = weakref.WeakSet()
-
-
-def is_in_file(tensor: Tensor) -> bool:
-    """Whether the memory of a state is a file's; of a prediction's, whether it would be."""
-    return hasattr(tensor, _PRETENDS) or any(files.has(tensor) for files in _all_files)
-
-
-def in_memory(states: Iterable[Tensor]) -> list[Tensor]:
-    """Returns those of optimizers' states that take memory; of a prediction's, would take it."""
-    if not _all_files:  # as most often: this is asked of all states in every step
-        return list(states)
-    return [tensor for tensor in states if not is_in_file(tensor)]
 
 
 class _FetchedFromFile(Fetched):

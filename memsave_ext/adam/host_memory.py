@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from ..shared.dtensor import local_tensor
 from ..store.host import copy_streams, pinned_like
 from ..store.kept import SMALLEST
-from .dtensor import local_tensor
 from .place import Fetched, Place
 
 

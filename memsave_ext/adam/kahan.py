@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dtensor import as_placed, local_tensor
+from ..shared.dtensor import as_placed, local_tensor
 
 
 def replace(options: dict[str, Any]) -> bool:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..elsewhere.gradients import Gradients
+from ..shared.dtensor import as_placed, is_dtensor, is_placed_alike, local_tensor
 from . import errors, formats, kahan
 from .blocks import SCALES, coded_format, from_blocks, scale_shape, takes_blocks, to_blocks
-from .dtensor import as_placed, is_dtensor, is_placed_alike, local_tensor
 from .formats import StateFormat
 from .place import Place
 from .rules import MOMENTS, Rule, is_adam, rule_of

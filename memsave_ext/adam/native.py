@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..shared.dtensor import local_tensor
 from . import kahan, modes
-from .dtensor import local_tensor
 from .elsewhere import place_of, put_state, put_states
 from .rules import rule_of
 from .states import sizes_of_states

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..checkpoint.function import is_any_pending, note_step
-from .dtensor import local_tensor
+from ..shared.dtensor import local_tensor
 from .owners import is_own
 
 

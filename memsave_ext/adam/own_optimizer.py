@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..elsewhere.gradients import Gradients
+from ..shared.dtensor import is_dtensor
 from . import modes
-from .dtensor import is_dtensor
 from .shards import clip_factor
 from .step_in_backward import InBackward
 

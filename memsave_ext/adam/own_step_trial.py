@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .dtensor import local_tensor
+from ..shared.dtensor import local_tensor
 from .own_optimizer import restricted, step_of, view, view_class
 
 _STEPS = 3

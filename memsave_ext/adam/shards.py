@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .dtensor import is_dtensor
+from ..shared.dtensor import is_dtensor
 
 _Numbers = dict[tuple[int, ...], int]
 # The number of each sharding that was asked for: by mesh, and by the dimensions of it that split.

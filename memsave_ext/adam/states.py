@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from ..shared.dtensor import is_dtensor, local_tensor
 from . import errors, formats
 from .blocks import made, scale_shape, takes_blocks
-from .dtensor import is_dtensor, local_tensor
 from .elements import real_type, zeros_like
 from .elsewhere import put_state
 from .formats import COMPUTED, Codes, StateFormat, made_state_format, param_format_of
@@ -61,7 +62,8 @@ def sizes_of_states(groups: Iterable[Mapping[str, Any]]) -> dict[Place, list[int
         if (place := group.get("states_on")) is None:
             continue
         for param in group["params"]:
-            if param.requires_grad:
+            # A prediction's need no room.
+            if param.requires_grad and not isinstance(local_tensor(param), FakeTensor):
                 like = torch.empty_like(local_tensor(param), device="meta")
                 zeros = _state_of_zeros(like, group).values()
                 sizes.setdefault(place, []).extend(tensor.nbytes for tensor in zeros)

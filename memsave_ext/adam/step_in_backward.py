@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..elsewhere.gradients import Gradients, any_elsewhere, bring_back, step_in_parts
+from ..shared.dtensor import is_dtensor
 from ..shared.large_memory import LargeMemory
 from . import clip_guard, modes, owners
-from .dtensor import is_dtensor
 from .rules import is_adam, rule_of
 from .shards import largest_of_processes
 from .stepper import Stepper

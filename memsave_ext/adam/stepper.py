@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .. import _native, _parts
 from ..elsewhere import gradients
-from . import dtensor, errors, modes, rules, shards, states
+from ..shared import dtensor
+from . import errors, modes, rules, shards, states
 from .fallback import operator
 from .fallback.collector import Collector
 from .norms import FoundInf, GradNorm, Scaling, grad_scale_of

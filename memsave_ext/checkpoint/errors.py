@@ -187,6 +187,17 @@ def arguments_changed(
     return _error(_outside_changed(lines), on_error)
 
 
+def value_changed(index: int, saved: int, now: int, on_error: OnError) -> CheckpointError:
+    """``saved`` and ``now``: versions of a tensor that a recompute has saved at ``index``."""
+    return _error(
+        "memsave_ext: the checkpointed function, or one called inside of it, changes a tensor that "
+        f"its graph has saved before, at position {index}, which is modified by an inplace "
+        f"operation: it was saved at version {saved} and is at version {now}. The gradients would "
+        "be wrong. Change a clone of the tensor.",
+        on_error,
+    )
+
+
 def outside_changed(
     saved: Iterable[tuple[int, Metadata, int, int]],
     reads: Iterable[Read],

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
+from ..store.mapped import is_mapped, pretend
+
 _COUNTS = (torch.bool, torch.int32, torch.int64)
 _MOST_KNOWN = 1 << 24  # elements of a tensor of counts, whose values stay known
 _DEFAULT_DISPATCH: Any = torch._C._disabled_torch_dispatch_impl
@@ -110,6 +112,7 @@ def _is_plain(tensor: Tensor) -> bool:
 def _swap(tensor: Tensor, fake: FakeTensor, kind: type[FakeTensor], mode: FakeTensorMode) -> bool:
     """Gives a tensor the fake's implementation and class; returns False where it cannot have it."""
     is_parameter, is_known = isinstance(tensor, nn.Parameter), _keeps_values(tensor)
+    lies_elsewhere = is_mapped(tensor)
     hooks, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     attributes = dict(fake.__dict__)
     try:
@@ -124,10 +127,12 @@ def _swap(tensor: Tensor, fake: FakeTensor, kind: type[FakeTensor], mode: FakeTe
     tensor.__dict__.update(attributes)
     if is_parameter:
         tensor._is_param = True
-    # The new implementation knows none of them.
-    if hooks:
+    if lies_elsewhere:
+        pretend(tensor)
+    # The new implementation knows none of them, nor of hooks to come, if there is a dict for them.
+    if hooks is not None:
         tensor._backward_hooks = _of_users(hooks)
-    if after:
+    if after is not None:
         tensor._post_accumulate_grad_hooks = _of_users(after)
     if is_known:
         tensor.constant = real  # type: ignore[attr-defined]

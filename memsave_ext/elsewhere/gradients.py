@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..shared.dtensor import as_placed, is_dtensor, local_tensor, put_local
 from ..store.folder import absolute_folder
 from ..store.kept import SMALLEST, FileKeeper, HostKeeper, Keeper
 from .gradient import GradientElsewhere, Values, is_dense
@@ -52,7 +53,7 @@ class Gradients:
             ValueError: a parameter is on another device.
         """
         params = [param for param in params if id(param) not in self._handles]
-        local = [getattr(param, "_local_tensor", param) for param in params if param.requires_grad]
+        local = [local_tensor(param) for param in params if param.requires_grad]
         real = [tensor for tensor in local if not isinstance(tensor, FakeTensor)]
         self._keeper.check(real)
         self._keeper.reserve(real)
@@ -69,9 +70,8 @@ class Gradients:
 
     def leave(self, grad: Any) -> Any:
         """Returns a gradient that lies elsewhere, in place of one that does not."""
-        local = getattr(grad, "_local_tensor", None)
-        if local is not None:
-            grad._local_tensor = self.leave(local)
+        if is_dtensor(grad):
+            put_local(grad, self.leave(local_tensor(grad)))
             return grad
         if isinstance(grad, GradientElsewhere) or grad.nbytes < SMALLEST:
             return grad
@@ -162,7 +162,7 @@ def _keeper_of(where: Any) -> tuple[str, Keeper]:
 
 def _parts(grads: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
     """Splits them so that none takes more memory than the largest gradient, or ``_PART``."""
-    sizes = [getattr(grad, "_local_tensor", grad).nbytes for _, grad in grads]
+    sizes = [local_tensor(grad).nbytes for _, grad in grads]
     most = max([_PART, *sizes])
     parts: list[list[tuple[Tensor, Tensor]]] = []
     left = 0
@@ -177,20 +177,11 @@ def _parts(grads: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor
 
 def _values_of(grad: Any) -> Values | None:
     """Returns the values of a gradient that lies elsewhere, of a DTensor those of its shard."""
-    local = getattr(grad, "_local_tensor", grad)
+    local = local_tensor(grad)
     return local.stored if isinstance(local, GradientElsewhere) else None
 
 
 def _back(grad: Any) -> Any:
     """Returns the gradient in memory."""
-    if (values := _values_of(grad)) is None:
-        return grad
-    back = values.get()
-    if isinstance(grad, GradientElsewhere):
-        return back
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        back, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape,
-        stride=grad.stride(),
-    )  # fmt: skip
+    values = _values_of(grad)
+    return grad if values is None else as_placed(grad, values.get())

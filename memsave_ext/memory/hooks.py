@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..adam.elsewhere import buffers_of
-from ..adam.files import in_memory
 from ..shared.modules import Modules, not_compiled
 from ..shared.tensors import plain_tensors
+from ..store.mapped import in_memory
 from .events import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from .tracker import Tracker
 

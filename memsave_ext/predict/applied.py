@@ -16,15 +16,15 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .. import _parts
-from ..adam.dtensor import is_dtensor
 from ..adam.modes import check_norm
 from ..adam.step_in_backward import InBackward
 from ..memory.figures import make_tracker, untracked
 from ..memory.hooks import Hooks, Names, with_step_hooks
 from ..remat.offload import Offload
+from ..shared.dtensor import is_dtensor
 from ..shared.modules import Modules, is_compiled
 from ..shared.table import format_bytes
-from .techniques import Techniques, warn_of_means
+from .techniques import Techniques, place_elsewhere, warn_of_means
 
 _TOLERANCE = 0.02  # of the predicted peak
 _MOST_EVENTS = 100_000  # only the peak is asked for
@@ -81,7 +81,7 @@ class Applied:
         self.technique, self.cost, self.budget = technique.name, technique.cost, budget
         self.steps_in_backward = technique.steps_in_backward
         self._has_hooks = technique.steps_in_backward or technique.gradients_elsewhere
-        self._gradients_on: str | None = None
+        self._elsewhere: list[str] = []  # what lies there, and where
         self.predicted = predicted
         self.evaluation: int | None = None
         self.resume: int | None = None
@@ -102,7 +102,13 @@ class Applied:
         technique.apply(model, optimizer, self._undo, left, method=method, place=place, **given)
         if technique.gradients_elsewhere and isinstance(optimizer, InBackward):
             assert optimizer._gradients is not None
-            self._gradients_on = optimizer._gradients.where
+            where = optimizer._gradients.where
+            named = "the host's memory" if where == "cpu" else where
+            self._elsewhere.append(f"gradients lie in {named} until each is stepped")
+        if technique.weights_elsewhere:
+            where = place_elsewhere(torch.device("cpu"), place) or ""
+            states = " and states" if technique.states_elsewhere else ""
+            self._elsewhere.append(f"weights{states} lie in {where}")
         if in_backward is not None and condition is not None:
             in_backward.accumulate_when(condition)
         # Of an optimizer that wraps another the hooks run before its step has ended.
@@ -159,9 +165,7 @@ class Applied:
             f"predicted peak {peak}, budget {format_bytes(self.budget)}",
             f"costs {'nothing' if self.cost == 'none' else self.cost}",
         ]
-        if self._gradients_on is not None:
-            where = "the host's memory" if self._gradients_on == "cpu" else self._gradients_on
-            lines.append(f"gradients lie in {where} until each is stepped")
+        lines += self._elsewhere
         if self.evaluation is not None and self.evaluation > self.budget:
             lines.append(
                 f"an evaluation of a batch of this size needs {format_bytes(self.evaluation)}, "

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ..adam.dtensor import is_dtensor
+from ..shared.dtensor import is_dtensor
 
 _WRAPPERS = {
     "torch.nn.parallel.distributed": "DistributedDataParallel",

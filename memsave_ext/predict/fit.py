@@ -20,6 +20,7 @@ from ..shared.budgets import Budget, read_budget
 from ..shared.checks import check_count
 from ..shared.device_memory import device_memory
 from ..shared.tensors import bytes_held
+from ..store.mapped import in_memory
 from .applied import Applied, apply, check, check_options, undone_by_errors
 from .batch import Forward, Loss, checked_others, from_batch, tensors_of
 from .fits import Fit, evaluation_peak, search
@@ -90,7 +91,7 @@ def fit(
         others: modules and tensors that are in memory beside the model and count, as an average of
             its weights. Other models' parameters and buffers that the step reads, such as a
             teacher's, count anyway, and on CUDA all that is allocated.
-        offload: as of :func:`memory.fits`; on a CPU also where gradients lie.
+        offload: as of :func:`memory.fits`; on a CPU also where gradients, states and weights lie.
         verbose: whether to print these lines.
         timeout: the most seconds that each prediction may take, as of :func:`memory.predict`.
         means: the name that ``technique`` had until 0.3.
@@ -228,8 +229,8 @@ def _resume_bytes(
         row: of this technique.
     """
     assert row.at_peak is not None
-    weights = bytes_held([*model.parameters(), *model.buffers()])
-    needed = 2 * weights + row.at_peak["optimizer"]
+    tensors = [*model.parameters(), *model.buffers()]
+    needed = bytes_held(tensors) + bytes_held(in_memory(tensors)) + row.at_peak["optimizer"]
     if optimizer is not None and technique.state_dtype is not None:
         needed += sum(
             p.numel() * torch.float32.itemsize * len(rule_of(group).moments)

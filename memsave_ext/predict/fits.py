@@ -39,9 +39,15 @@ from .applied import Applied, apply
 from .batch import FromBatch
 from .picture import plot_fits
 from .predict import PredictedStep, Told, check_timeout, device_of, result_of, start
-from .techniques import ALL, Techniques, named, place_of_gradients, technique_of
+from .techniques import ALL, Techniques, named, place_elsewhere, technique_of
 
-_LAST = {t.name for t in (ALL[-1], ALL[-1].for_loops_that_clip()) if t is not None}
+_LAST_ON_CUDA = [techniques for techniques in ALL if not techniques.weights_elsewhere][-1]
+_LAST = {
+    techniques.name
+    for last in (ALL[-1], _LAST_ON_CUDA)
+    for techniques in (last, last.for_loops_that_clip())
+    if techniques is not None
+}
 _NOTHING_TO_CLIP = "the step clips gradients, or looks at them, and a step in backward leaves none"
 _MOST = 1 << 20  # the largest batch that is asked for
 _HELP = """
@@ -269,9 +275,9 @@ def fits(
 
     The techniques are memsave_ext's: the optimizer stepped in backward, ``remat``, also within the
     budget, checkpointing the model's blocks, its Adam in backward in place of torch's, its 8-bit
-    and 4-bit states, and for language models of Hugging Face the loss without logits. They
-    are applied to what ``build`` made, in fakes alone; see :func:`predict` for how exact the peaks
-    are.
+    and 4-bit states, for language models of Hugging Face the loss without logits, and last, on a
+    CPU, weights and states in files: see :func:`memsave_ext.weights_on`. They are applied to what
+    ``build`` made, in fakes alone; see :func:`predict` for how exact the peaks are.
     A row whose step fails has the error as its reason.
     On CUDA leave room beside the budget for what the context takes and for fragmentation.
 
@@ -342,7 +348,9 @@ def search(
         among = [techniques for techniques in among if not techniques.offload]
     rows, tops = [], {}
     to = None if place is None else os.fspath(place)
-    has_place = place_of_gradients(device, place) is not None
+    if len(among) > 1 and device.type != "cpu":
+        among = [techniques for techniques in among if not techniques.weights_elsewhere]
+    has_place = place_elsewhere(device, place) is not None
     instead = {t: t.for_loops_that_clip() if has_place else None for t in among}
     tried = [instead[t] if refused and t.steps_in_backward else t for t in among]
     with (

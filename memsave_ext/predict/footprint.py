@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
-from ..adam import SGD, AdamW, Lion, formats, modes
-from ..adam.dtensor import as_placed
+from ..adam import SGD, AdamW, Lion, formats, in_backward, modes
 from ..adam.native import Native
 from ..adam.own_optimizer import OwnStep
 from ..adam.place import Place
 from ..adam.rules import rule_of
 from ..adam.states import check, make_state
-from ..adam.step_in_backward import BUCKET_BYTES, SMALL_BYTES
+from ..shared.dtensor import as_placed
 from ..shared.table import Text, as_text, format_bytes, print_table
 from . import dry_step
 from .holdings import KINDS, Amount, Entry, Holding, Inventory, Slot, Tally, holding_of
@@ -184,21 +183,21 @@ def footprint(
         model: the model whose parameters and buffers count. Memory that several tensors share
             counts once; of a DTensor, the part in this process counts.
         optimizer: an optimizer of parameters of ``model``; None for torch.optim.AdamW with its
-            defaults and all parameters that require a gradient. States of torch's and other
-            optimizers are found by steps on fake tensors, as :func:`predict` makes them.
+            defaults and all parameters that require a gradient. It is the same optimizer that
+            steps on fake tensors, as :func:`predict` has it.
         in_backward: whether :attr:`Footprint.expected` is for steps in backward, by memsave_ext's
             Adam in place of torch's. None: as ``optimizer`` steps.
 
-    Sizes are those that allocators are asked for. G in backward is that of a backward through the
-    modules in reverse order, one module's own parameters at a time. Small gradients are collected
-    as the optimizer collects them; a gradient to which several modules contribute is kept until
-    the last of them. Predictions leave out activations, sparse gradients (whose size depends on the
-    batch), buckets of DistributedDataParallel, gathered parameters of FSDP2, workspaces inside
-    kernels, and copies of gradients whose strides are not their parameter's. The states of DTensors
-    are predicted as those of plain tensors of the local shape; whether they are in 8 or 4 bits is
-    decided by the largest shard, so that those of a smaller one may be fewer bytes. In pure Python
-    memsave_ext's Adam also makes temporaries of the size of single parameters, which predictions
-    leave out.
+    Sizes are those that allocators are asked for. G is that of steps on fake tensors, whose
+    backward goes through the modules in reverse order, one module's own parameters at a time, on
+    one device. The optimizer's hooks run in it, which step parameters, or have gradients lie
+    elsewhere. A gradient to which several modules contribute is kept until the last of them.
+    Predictions leave out activations, sparse gradients (whose size depends on the batch), buckets
+    of DistributedDataParallel, gathered parameters of FSDP2, workspaces inside kernels, and copies
+    of gradients whose strides are not their parameter's. The states of DTensors are predicted as
+    those of plain tensors of the local shape; whether they are in 8 or 4 bits is decided by the
+    largest shard, so that those of a smaller one may be fewer bytes. In pure Python memsave_ext's
+    Adam also makes temporaries of the size of single parameters, which predictions leave out.
 
     Raises:
         TypeError: ``model``, ``optimizer`` or ``in_backward`` is of another type.
@@ -336,6 +335,8 @@ class _Modes:
         self.ordinary = AFTER if isinstance(optimizer, Native) else self._ordinary_of_torch()
         self.predicted: dict[str, ModeFootprint] = {}
         self.unpredicted: dict[str, str] = {}
+        # Steps of memsave_ext's optimizers: after backward or in it, of the model or converted.
+        self._known: dict[tuple[bool, bool], dry_step.DryStep] = {}
         self._predict()
 
     def _predict(self) -> None:
@@ -377,37 +378,38 @@ class _Modes:
         return next((mode for mode in (FOREACH, FOR_LOOP, FUSED) if mode in chosen), FOR_LOOP)
 
     def _predict_torchs(self, mode: str) -> ModeFootprint:
-        return self._stepped_after(*self._dry_step(mode))
+        elsewhere = isinstance(self._ours, OwnStep) and self._grads_on is not None
+        return self._with_any(mode, {"grads_on": self._grads_on} if elsewhere else None)
 
     def _predict_single_steps(self, mode: str) -> ModeFootprint:
         """Predicts what any optimizer's steps of single parameters hold, as those of a for-loop."""
-        state, temporaries = self._dry_step(FOR_LOOP)
-        return self._stepped_in_backward(self._inventory, state, temporaries)
+        return self._with_any(FOR_LOOP, self._buckets)
 
-    def _dry_step(self, mode: str) -> tuple[list[Entry], int]:
-        """Returns the state that a step makes, and the bytes of its temporaries."""
-        groups = []
-        for group in self._groups:
-            options = {name: v for name, v in group.items() if name not in _NOT_TORCHS}
-            groups.append((options, self._slots(group, self._inventory)))
-        slots = [slot for _, of_group in groups for slot in of_group]
-        if not slots:
-            return [], 0
-        if mode == FUSED and not all(
-            s.param.is_floating_point() for s in slots if s.param.requires_grad
+    def _with_any(self, switch: str, taken: dict[str, Any] | None) -> ModeFootprint:
+        """Predicts steps by the optimizer's own class.
+
+        Args:
+            switch: how torch computes.
+            taken: options of :func:`~memsave_ext.in_backward`; None: it has not taken it.
+        """
+        if switch == FUSED and not all(
+            slot.param.is_floating_point()
+            for slot in self._stepped(self._inventory)
+            if slot.param.requires_grad
         ):
             raise _Unpredictable("fused=True is for floating-point parameters")
-        try:
-            state, temporaries = dry_step.step(self._kind, self._defaults, groups, mode)
-        except Exception as error:  # an optimizer of anybody's may raise anything
-            what = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
-            raise _Unpredictable(
-                f"{self._kind.__name__} cannot be stepped on fake tensors: {what}"
-            ) from error
+        groups = [
+            {name: v for name, v in group.items() if name == "params" or name not in _NOT_TORCHS}
+            for group in self._groups
+        ]
+        make = dry_step.of_kind(self._kind, self._defaults, groups, switch)
+        if taken is not None:
+            make = _taken(make, taken)
+        dry = self._dry_step(self._inventory, make)
         tally = Tally()
-        for slot, value in state:
+        for slot, value in dry.state:
             tally.add("optimizer", "" if slot is None else slot.module, value)
-        return tally.entries(), temporaries
+        return self._prediction(self._inventory, tally.entries(), dry)
 
     # Modes in which memsave_ext's optimizers step.
 
@@ -418,11 +420,50 @@ class _Modes:
         state: list[Entry] = []
         for group in self._groups:
             state += _our_state({**group, **options}, self._slots(group, inventory))
-        if mode == AFTER:
-            return self._stepped_after(state, 0)
-        return self._stepped_in_backward(inventory, state, 0)
+        return self._prediction(inventory, state, self._gradients(mode == AFTER, converts))
+
+    def _gradients(self, after: bool, converts: bool) -> dry_step.DryStep:
+        """Returns what memsave_ext's optimizers hold beside the states."""
+        if not after and self._ours is not None and self._ours.clip_global_norm is not None:
+            raise _Unpredictable("clip_global_norm keeps gradients until step()")
+        options: Any = {"in_backward": True, **self._buckets}
+        if after:
+            options = {"grads_on": self._grads_on}
+
+        def make(made: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
+            params = [made[id(param)] for group in self._groups for param in group["params"]]
+            return AdamW(params, **options)
+
+        if (dry := self._known.get((after, converts))) is None:
+            inventory = self._in_bfloat16 if converts else self._inventory
+            dry = self._dry_step(inventory, make)
+            self._known[after, converts] = dry
+        return dry
 
     # Used for both.
+
+    @property
+    def _buckets(self) -> dict[str, Any]:
+        ours = self._ours
+        if ours is None:
+            return {}
+        return {"small_bytes": ours._small_bytes, "bucket_bytes": ours._bucket_bytes}
+
+    @property
+    def _grads_on(self) -> str | None:
+        """Where the optimizer's gradients lie; None: in memory."""
+        gradients = self._ours and self._ours._gradients
+        return gradients.where if gradients and gradients.attached else None
+
+    def _dry_step(self, inventory: Inventory, make: dry_step.Make) -> dry_step.DryStep:
+        try:
+            has_any = any(group["params"] for group in self._groups)
+            return dry_step.step(inventory, make if has_any else None)
+        except Exception as error:  # an optimizer of anybody's may raise anything
+            what = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
+            raise _Unpredictable(
+                f"{self._kind.__name__} cannot be stepped on fake tensors: {what}"
+            ) from error
 
     def _slots(self, group: Mapping[str, Any], inventory: Inventory) -> list[Slot]:
         return [inventory.slots[id(param)] for param in group["params"]]
@@ -430,37 +471,25 @@ class _Modes:
     def _stepped(self, inventory: Inventory) -> set[Slot]:
         return {slot for group in self._groups for slot in self._slots(group, inventory)}
 
-    def _stepped_in_backward(
-        self, inventory: Inventory, state: list[Entry], temporaries: int
-    ) -> ModeFootprint:
-        small, limit = SMALL_BYTES, BUCKET_BYTES
-        if self._ours is not None:
-            small, limit = self._ours._small_bytes, self._ours._bucket_bytes
-            if self._ours.clip_global_norm is not None:
-                raise _Unpredictable("clip_global_norm keeps gradients until step()")
-        complete = dry_step.in_buckets(self._stepped(inventory), small, limit)
-        live = dry_step.most_in_backward(inventory.uses, complete)
-        return self._prediction(inventory, state, live, temporaries)
-
-    def _stepped_after(self, state: list[Entry], temporaries: int) -> ModeFootprint:
-        live = Counter(self._inventory.trained)
-        in_backward = dry_step.most_in_backward(self._inventory.uses, dry_step.keep)
-        if dry_step.bytes_of(in_backward) > dry_step.bytes_of(live) + temporaries:
-            live, temporaries = in_backward, 0
-        return self._prediction(self._inventory, state, live, temporaries)
-
     def _prediction(
-        self, inventory: Inventory, state: list[Entry], live: dry_step.Live, temporaries: int
+        self, inventory: Inventory, state: list[Entry], dry: dry_step.DryStep
     ) -> ModeFootprint:
-        """``live``: the gradients at the worst moment."""
         stepped = self._stepped(inventory)
         # Gradients of parameters that the optimizer does not have stay after a step.
         left = Counter(slot for slot in inventory.trained if slot not in stepped)
         between, at_peak = (
             holding_of([*inventory.entries, *dry_step.entries_of(gradients), *state])
-            for gradients in (left, live)
+            for gradients in (left, dry.gradients)
         )
-        return ModeFootprint(between, at_peak, temporaries)
+        return ModeFootprint(between, at_peak, dry.temporaries)
+
+
+def _taken(make: dry_step.Make, options: dict[str, Any]) -> dry_step.Make:
+    def taken(made: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = in_backward(make(made), **options)
+        return optimizer
+
+    return taken
 
 
 def _torchs_kind(optimizer: torch.optim.Optimizer | None) -> type[torch.optim.Optimizer]:
@@ -496,12 +525,12 @@ def _our_state(group: dict[str, Any], slots: Sequence[Slot]) -> list[Entry]:
         placed = [as_placed(s.param, m.detach()) for s, m in zip(slots, metas, strict=True)]
         modes.check_group({**group, "params": placed}, rule_of(group))
         for slot, meta in zip(slots, metas, strict=True):
-            if meta.grad is None:
+            if not meta.requires_grad:
                 continue
             alike = (meta.shape, meta.stride(), meta.dtype, slot.sparse)
             if alike not in known:
                 state = make_state(meta, group)
-                check(meta, meta.grad, state, group)
+                check(meta, dry_step.gradient_of(slot, meta), state, group)
                 place, device = group.get("states_on") or Place(), slot.param.device
                 here = (t for n, t in state.items() if not place.holds(n, t, device))
                 known[alike] = [(t.dtype, Amount(t.numel(), t.nbytes)) for t in here]

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..adam.dtensor import local_tensor
-from ..adam.files import in_memory
+from ..shared.dtensor import local_tensor
 from ..shared.tensors import dense_parts, plain_tensors, storage_of
+from ..store.mapped import in_memory, is_mapped
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")
 
@@ -162,7 +162,8 @@ class Inventory:
     def _tally(self) -> Tally:
         tally = Tally()
         for slot in self.slots.values():
-            tally.add("parameters", slot.module, slot.held)
+            if not is_mapped(slot.held):
+                tally.add("parameters", slot.module, slot.held)
         for module, buffer in self.buffers:
             tally.add("buffers", module, buffer)
         return tally

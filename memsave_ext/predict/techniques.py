@@ -20,6 +20,7 @@ from ..adam import Adam, AdamW
 from ..adam.in_place import become, step_in_backward
 from ..adam.own_optimizer import OwnStep
 from ..checkpoint import checkpoint_modules
+from ..elsewhere.weights import weights_on
 from ..fakes.mode import predicts
 from ..loss_head import patch_causal_lm, patch_seq2seq_lm
 from ..memory.measure import Build, checked
@@ -44,6 +45,8 @@ class Techniques:
         state_dtype: its ``state_dtype``.
         gradients_elsewhere: whether this optimizer does not step in backward, and gradients lie
             elsewhere until it steps.
+        states_elsewhere: whether the states of memsave_ext's Adam lie elsewhere between steps.
+        weights_elsewhere: whether the model's weights, on a CPU, lie elsewhere.
     """
 
     loss_head: bool = False
@@ -55,6 +58,8 @@ class Techniques:
     adam_in_backward: bool = False
     state_dtype: str | None = None
     gradients_elsewhere: bool = False
+    states_elsewhere: bool = False
+    weights_elsewhere: bool = False
 
     @property
     def name(self) -> str:
@@ -69,6 +74,8 @@ class Techniques:
             names += ["Adam in backward"] * self.adam_in_backward
         if self.state_dtype is not None:
             names.append(self.state_dtype.replace("bit", "-bit states"))
+        names += ["states elsewhere"] * self.states_elsewhere
+        names += ["weights elsewhere"] * self.weights_elsewhere
         return ", ".join(names) or "as built"
 
     @property
@@ -80,6 +87,8 @@ class Techniques:
         costs += ["one more forward"] * self.checkpoint
         costs += ["gradients copied out and back"] * self.gradients_elsewhere
         costs += ["rounded states"] * (self.state_dtype is not None)
+        costs += ["states copied in and out"] * self.states_elsewhere
+        costs += ["weights read and written"] * self.weights_elsewhere
         return ", ".join(costs) or "none"
 
     @property
@@ -96,7 +105,8 @@ class Techniques:
     def for_loops_that_clip(self) -> Techniques | None:
         """Returns these techniques with gradients elsewhere in place of a step in backward; None
         where others do as much."""
-        if not self.steps_in_backward or (self.adam_in_backward and self.state_dtype is None):
+        as_torchs = self.state_dtype is None and not self.states_elsewhere
+        if not self.steps_in_backward or (self.adam_in_backward and as_torchs):
             return None
         return replace(self, gradients_elsewhere=True)
 
@@ -132,12 +142,16 @@ class Techniques:
         if self.checkpoint:
             undo.callback(_checkpoint_blocks(model))
         if self.gradients_elsewhere:
-            options["grads_on"] = _gradients_on(model, place)
+            options["grads_on"] = _place_on("gradients", model, place)
+        if self.weights_elsewhere:
+            undo.callback(_weights_on(model, place))
         if self.optimizer_in_backward:
             if optimizer is None:
                 raise ValueError("the step has no optimizer")
             undo.callback(step_in_backward(optimizer, **options))
         if self.adam_in_backward:
+            if self.states_elsewhere:
+                options["states_on"] = _place_on("states", model, place)
             undo.callback(self._become_ours(optimizer, options))
         if not (self.remat or self.within_budget):
             return None
@@ -215,7 +229,20 @@ ALL = (
     Techniques(loss_head=True, within_budget=True, adam_in_backward=True, state_dtype="8bit"),
     Techniques(checkpoint=True, adam_in_backward=True, state_dtype="8bit"),
     Techniques(checkpoint=True, adam_in_backward=True, state_dtype="4bit"),
-)
+    # What is moved through a disk in each step comes last, although it is exact.
+    Techniques(within_budget=True, optimizer_in_backward=True, weights_elsewhere=True),
+    Techniques(
+        within_budget=True, adam_in_backward=True, states_elsewhere=True, weights_elsewhere=True
+    ),
+    Techniques(
+        within_budget=True, offload=True, adam_in_backward=True, states_elsewhere=True,
+        weights_elsewhere=True,
+    ),
+    Techniques(
+        loss_head=True, within_budget=True, adam_in_backward=True, states_elsewhere=True,
+        weights_elsewhere=True,
+    ),
+)  # fmt: skip
 
 
 def named(who: str, name: object) -> Techniques:
@@ -232,9 +259,9 @@ def named(who: str, name: object) -> Techniques:
     raise ValueError(f"{who}: technique must be None or one of {names}; got {name!r}")
 
 
-def place_of_gradients(device: torch.device, offload: Offload | None) -> str | None:
-    """Returns where gradients lie, as ``grads_on``: in the host's memory, or for a model on the CPU
-    in the folder of ``offload``, else the system's for temporary files.
+def place_elsewhere(device: torch.device, offload: Offload | None) -> str | None:
+    """Returns where gradients, states and weights lie, as ``grads_on``: in the host's memory, or
+    for a model on the CPU in the folder of ``offload``, else the system's for temporary files.
 
     None where there is no such place: that folder is in memory.
     """
@@ -245,15 +272,23 @@ def place_of_gradients(device: torch.device, offload: Offload | None) -> str | N
     return folder if sys.platform == "linux" and (named or not is_in_memory(folder)) else None
 
 
-def _gradients_on(model: nn.Module, offload: Offload | None) -> str:
+def _place_on(what: str, model: nn.Module, offload: Offload | None) -> str:
     device = next(model.parameters(), torch.empty(0)).device
-    where = "cpu" if predicts() else place_of_gradients(device, offload)
+    is_prediction = what == "gradients" and predicts()
+    where = "cpu" if is_prediction else place_elsewhere(device, offload)
     if where is None:
         raise ValueError(
-            "gradients can lie in a folder on a disk only, and the system's for temporary files, "
+            f"{what} can lie in a folder on a disk only, and the system's for temporary files, "
             f"{tempfile.gettempdir()}, is none: pass offload=FOLDER, or set TMPDIR"
         )
     return where
+
+
+def _weights_on(model: nn.Module, offload: Offload | None) -> Callable[[], None]:
+    where = _place_on("weights", model, offload)
+    if where == "cpu":
+        raise ValueError("weights can lie elsewhere on a CPU only")
+    return weights_on(model, where).remove
 
 
 def technique_of(who: str, technique: str | None, means: str | None) -> str | None:

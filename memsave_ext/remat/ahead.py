@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from .. import _parts
 from ..adam import stepper
-from ..adam.dtensor import is_dtensor
 from ..adam.native import Native
 from ..adam.place import Place
 from ..adam.states import make_state
@@ -28,6 +27,7 @@ from ..fakes.mode import fake_of, loss_in, values_elsewhere
 from ..fakes.repeats import Learned, learn
 from ..fakes.storages import Storages
 from ..shared.budgets import Budget
+from ..shared.dtensor import is_dtensor
 from .budget import LivedBefore
 from .recorder import make_recorder
 

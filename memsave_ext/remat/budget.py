@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from .. import _parts
 from ..adam.elsewhere import buffers_of
-from ..adam.files import in_memory
 from ..adam.owners import alive_optimizers, optimizers_of
 from ..shared.budgets import Budget, read_budget
 from ..shared.device_memory import check_counts, device_memory
 from ..shared.modules import modules_of
 from ..shared.tensors import bytes_held, plain_tensors
+from ..store.mapped import any_mapped, in_memory
 from .limit import Lived
 from .recorder import Recorder
 
@@ -200,7 +200,7 @@ class LivedBefore:
                     grads.append(grad)
                 elif p.requires_grad and not is_lazy(p):
                     awaited.append(p)
-        counted = [*_plain([*params, *buffers]), *self._states(params)]
+        counted = [*in_memory(_plain([*params, *buffers])), *self._states(params)]
         self._recorder.count(counted, _plain(grads), sum(t.nbytes for t in _plain(awaited)))
 
     def _count_model(self, module: nn.Module) -> bool:
@@ -208,6 +208,8 @@ class LivedBefore:
         # All of this package's: a state is found by its parameter.
         optimizers = dict.fromkeys((*self._optimizers, *alive_optimizers()))
         if any(g.get("states_on") for o in optimizers for g in o.param_groups):
+            return False
+        if any_mapped(module.parameters()):
             return False
         return self._recorder.count_model(module, [o.state for o in optimizers])
 
@@ -221,7 +223,7 @@ class LivedBefore:
         buffers = [b for module in modules for b in module.buffers()]
         seen: set[object] = set()
         return Lived(
-            parameters=bytes_held(params, seen),
+            parameters=bytes_held(in_memory(params), seen),
             buffers=bytes_held(buffers, seen),
             states=bytes_held(states, seen),
             wide_states=bytes_held(wide),

@@ -34,6 +34,10 @@ class Region:
         """Returns its first bytes, mapped."""
         return memoryview(self.mapping)[self.start : self.start + nbytes]
 
+    def read_ahead(self) -> None:
+        """Has the kernel read what is not in memory, for who uses the mapping."""
+        self.mapping.madvise(mmap.MADV_WILLNEED, self.start, self.size)
+
     def unmap(self) -> None:
         """Gives the memory of mapped pages back to the kernel, with what is in them."""
         self.mapping.madvise(mmap.MADV_DONTNEED, self.start, self.size)

@@ -31,6 +31,22 @@ def test_backward_steps_and_frees(small_bytes):
     assert [optimizer.state[p]["step"].item() for p in params] == [1, 1, 1]
 
 
+@pytest.mark.skipif(
+    not ms._native.available, reason="in pure Python hooks of others run after the bucket's"
+)
+def test_no_more_small_gradients_wait_than_a_bucket_has():
+    net = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(12)])
+    params = list(net.parameters())
+    optimizer = ms.AdamW(params, in_backward=True, bucket_bytes=3 * params[0].nbytes)
+    waiting = []
+    for p in params:
+        p.register_post_accumulate_grad_hook(
+            lambda _: waiting.append(sum(p.grad is not None for p in params))
+        )
+    net(torch.randn(4, 16)).sum().backward()
+    assert waiting == [1, 2, 3] * 4 and optimizer.in_backward
+
+
 def test_a_parameter_that_never_required_a_gradient():
     """Such a one has nothing of autograd's; it can begin to require gradients later."""
     frozen, trained = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))

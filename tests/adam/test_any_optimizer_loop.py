@@ -242,6 +242,21 @@ def test_grad_scaler_as_in_torchs_loop(make):
     assert_same(ours, theirs)
 
 
+def test_counts_of_steps_that_a_grad_scaler_scales():
+    """As without one: nothing is stepped by step() itself, which would count, too."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    ours, theirs = pair(lambda params: Counts(params, lr=0.125), grad_scaler=scaler)
+    for number in range(3):
+        net, optimizer = ours
+        scaler.scale(loss(net, number)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        step(*theirs, number)
+        assert optimizer.param_groups[0]["k"] == number + 1
+    assert_same(ours, theirs)
+
+
 def test_an_infinity_skips_its_parameter():
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     (net, optimizer), _ = pair(ADAM, grad_scaler=scaler, max_grad_norm=1.0)

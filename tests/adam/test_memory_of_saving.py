@@ -10,7 +10,7 @@ from torch import nn
 
 import memsave_ext as ms
 from memsave_ext.adam import in_place
-from memsave_ext.adam.files import is_in_file
+from memsave_ext.store.mapped import is_mapped
 
 pytestmark = pytest.mark.skipif(
     not ms._native.available, reason="a track in pure Python sees an allocation when it is over"
@@ -101,7 +101,7 @@ def test_states_that_are_saved_as_torchs_take_no_memory(monkeypatch, tmp_path):
     found = []
     assert taken(lambda: found.append(optimizer.state_dict())) <= 4 * ONE
     (state_dict,) = found
-    assert all(is_in_file(t) for t in tensors(state_dict["state"]) if t.dim())
+    assert all(is_mapped(t) for t in tensors(state_dict["state"]) if t.dim())
     file = io.BytesIO()
     torch.save(state_dict, file)
     for one in (state_dict, torch.load(io.BytesIO(file.getvalue()))):
@@ -121,4 +121,4 @@ def test_states_that_are_saved_as_torchs_where_no_file_can_be_made(monkeypatch, 
     _, optimizer = stepped(torch.optim.AdamW)
     in_place.become(optimizer, ms.AdamW, state_dtype="8bit")
     state = optimizer.state_dict()["state"][0]
-    assert state["exp_avg"].dtype == torch.float32 and not is_in_file(state["exp_avg"])
+    assert state["exp_avg"].dtype == torch.float32 and not is_mapped(state["exp_avg"])

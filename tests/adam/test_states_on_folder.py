@@ -18,7 +18,8 @@ from torch import nn
 
 import memsave_ext as ms
 from memsave_ext import _parts
-from memsave_ext.adam.files import Files, is_in_file
+from memsave_ext.adam.files import Files
+from memsave_ext.store.mapped import is_mapped
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a folder is for Linux")
 pytestmark = linux
@@ -47,7 +48,7 @@ def train(params, optimizer, steps, start=0):
 
 def in_files(optimizer):
     states = [t for state in optimizer.state.values() for t in state.values()]
-    return sum(is_in_file(tensor) for tensor in states)
+    return sum(is_mapped(tensor) for tensor in states)
 
 
 def assert_same(one, other):
@@ -157,6 +158,29 @@ print(resident()[0] - before, flush=True)
 STATES = 8 * 8 << 20  # bytes
 
 
+def mapped(folder):
+    """Bytes of files in a folder that the process has mapped and in memory."""
+    is_ours, count = False, 0
+    with open("/proc/self/smaps") as lines:
+        for words in map(str.split, lines):
+            if "-" in words[0]:
+                is_ours = len(words) > 5 and words[5].startswith(str(folder))
+            elif is_ours and words[0] == "Rss:":
+                count += int(words[1]) << 10
+    return count
+
+
+def test_what_was_read_leaves_memory_with_the_next_step(tmp_path):
+    params = parameters()
+    optimizer = ms.AdamW(params, in_backward=True, states_on=tmp_path)
+    train(params, optimizer, 1)
+    assert mapped(tmp_path) == 0
+    sum(t.sum() for state in optimizer.state.values() for t in state.values())
+    assert mapped(tmp_path) >= 2 * params[0].nbytes
+    train(params, optimizer, 1)
+    assert mapped(tmp_path) == 0
+
+
 def test_resident_bytes(tmp_path):
     """Of the process, as the system counts them."""
     grown = []
@@ -215,7 +239,7 @@ def test_a_state_dict_in_use_is_copied_where_it_moves(tmp_path):
     assert in_files(memory[1]) == 0
     train(*memory, 1, start=2)
     for index, state in files[1].state_dict()["state"].items():
-        if is_in_file(state["exp_avg_sq"]):
+        if is_mapped(state["exp_avg_sq"]):
             assert torch.equal(state["exp_avg_sq"], kept.pop(index)["exp_avg_sq"])
     assert len(kept) == 1
     memory, files = both(tmp_path)

@@ -330,7 +330,7 @@ def test_the_most_exact_format_that_fits_is_taken(real_models):
     assert names(real_models.FORMATS) == [
         eight, eight, "bf16 stochastic, 8-bit states", "bf16 stochastic, 4-bit states",
     ]  # fmt: skip
-    assert names(real_models.MOVING)[:3] == ["float32", "float32", "bf16 split"]
+    assert names(real_models.MOVING)[:3] == ["float32", "float32", "float32, weights elsewhere"]
     assert names(real_models.EXACT) == ["float32"] * 4
 
 

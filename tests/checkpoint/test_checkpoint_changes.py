@@ -495,3 +495,46 @@ def test_arguments_that_hooks_hand_on_as_they_are(around):
     m.mul_(10)
     with pytest.raises(ms.CheckpointError, match="argument 1: modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_function_inside_that_changes_its_argument(early_stop, debug):
+    """A recompute that goes on after it has saved the argument would change what it hands out."""
+
+    def run(checkpoint):
+        x, w = torch.ones(4, 3), leaf(4, 3)
+
+        def inner(h):
+            return h.mul_(1.5) * w
+
+        out = checkpoint(lambda a, _: checkpoint(inner, a + 1), x, w)
+        return torch.autograd.grad(out.sum(), w)
+
+    expected = run(lambda function, *args: function(*args))
+    ours = functools.partial(ms.checkpoint, early_stop=early_stop, debug=debug)
+    if early_stop:
+        assert_equal(run(ours), expected)
+    else:
+        with pytest.raises(ms.CheckpointError, match="modified by an inplace operation: it was"):
+            run(ours)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_saved_tensor_that_the_function_changes(early_stop):
+    """As in plain autograd, which raises."""
+    x, w = torch.ones(4, 3), leaf(4, 3)
+
+    def function(x):
+        h = x + 1
+        out = h * w
+        h.mul_(1.5)
+        return out * h.detach().sum() * w
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(function(x).sum(), w)
+    out = ms.checkpoint(function, x, early_stop=early_stop)
+    with pytest.raises(ms.CheckpointError, match="modified by an inplace operation: it was"):
+        torch.autograd.grad(out.sum(), w)
+    out = ms.checkpoint(function, x, early_stop=early_stop, determinism_check="none")
+    torch.autograd.grad(out.sum(), w)

@@ -108,6 +108,18 @@ def test_an_argument_changed_in_place_is_an_error():
         out.sum().backward()
 
 
+def test_a_tensor_that_is_not_found_changed_in_place_is_an_error():
+    """In an object that is not looked into; saved, it is seen all the same."""
+
+    class Box:
+        tensor = torch.randn(4)
+
+    out = checkpoint(lambda a: (a * Box.tensor).exp(), leaf(4))
+    Box.tensor.add_(1)
+    with pytest.raises(ms.CheckpointError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_selective_checkpointing():
     x, w = leaf(8, 8), leaf(8, 8)
     ops = [torch.ops.aten.mm.default]

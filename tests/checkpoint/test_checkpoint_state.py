@@ -27,6 +27,24 @@ def test_random_numbers_are_left_alone_by_backward():
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_the_second_of_two_normal_numbers():
+    """torch draws two at once where it draws few, and keeps the other for the next time."""
+    x = leaf(3)
+
+    def function(a):
+        return (a * torch.randn(3)).exp().sin()
+
+    torch.randn(1)
+    torch.manual_seed(7)
+    torch.randn(3)
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+    torch.manual_seed(7)
+    torch.randn(3)
+    out = checkpoint(function, x)
+    torch.randn(2)
+    assert_equal([expected], torch.autograd.grad(out.sum(), x))
+
+
 def test_random_numbers_can_be_left_out():
     seen = []
 
@@ -150,6 +168,36 @@ def test_early_stop():
 
 
 @pytest.mark.skipif(not _native.available, reason="in pure Python every recompute stops early")
+def test_early_stop_where_the_rest_is_not_needed_any_more():
+    ran = []
+
+    def function(a):
+        first = a.exp()
+        ran.append("first")
+        second = (first * 2).exp()
+        ran.append("second")
+        return first.sum(), second.sin().cos().sum()
+
+    first, second = checkpoint(function, leaf(200, 200))
+    del second
+    ran.clear()
+    first.backward()
+    assert ran == ["first"]
+
+
+@pytest.mark.skipif(not _native.available, reason="pure Python frees it with the region")
+def test_what_was_recomputed_for_a_graph_that_goes_is_freed():
+    x = leaf(512, 512)
+    first, second = checkpoint(lambda a: (a.exp().sum(), (a * 2).exp().sum()), x)
+    with ms.memory.track() as t:
+        (grad,) = torch.autograd.grad(first, x, retain_graph=True)
+        del grad
+        before = t.live
+        del second
+        assert t.live <= before - x.nbytes
+
+
+@pytest.mark.skipif(not _native.available, reason="pure Python stops whatever is left")
 def test_short_tails_are_run_to_their_end():
     calls_of(3, marks, size=8)
 
@@ -385,6 +433,21 @@ def test_a_backward_inside_the_function_runs_nothing_that_has_not_run(early_stop
     expected = torch.autograd.grad(norm((x * w).cos() * (x * w)).square().sum(), (x, w))
     for a, b in zip(expected, torch.autograd.grad(out.square().sum(), (x, w)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_backward_inside_the_function_that_saves_nothing():
+    after = []
+
+    def function(x):
+        h = x.sin()
+        (g,) = torch.autograd.grad(h.sum(), x, retain_graph=True)
+        after.append(ms.is_recomputing())
+        return (g * h).exp()
+
+    out = checkpoint(function, leaf(200, 200))
+    assert after == [False]
+    out.sum().backward()
+    assert after == [False, True]
 
 
 @pytest.mark.parametrize("engine_hooks", [False, True] if _native.available else [False])

@@ -136,7 +136,7 @@ def lstm(x):
 
 
 PROGRAMS = {
-    "default dtype": lambda x: x * (torch.arange(64) / 7).sin(),
+    "default dtype": lambda x: x * ((x > 0).long() / 7).sin(),
     "matmul precision": lambda x: (x @ x).sin(),
     "mkldnn precision": lambda x: (x @ x).sin(),
     "mkldnn": lambda x: F.conv2d(x[None, None], x[None, None, :5, :5]).sin(),

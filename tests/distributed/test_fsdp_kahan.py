@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import memsave_ext as ms
-from memsave_ext.adam.dtensor import as_placed, local_tensor
+from memsave_ext.shared.dtensor import as_placed, local_tensor
 
 FOLDER = "MEMSAVE_EXT_TEST_FOLDER"  # an environment variable, which the ranks inherit
 SHAPES = [(10, 24), (3, 7)]  # with two ranks, shards of different sizes

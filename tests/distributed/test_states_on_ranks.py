@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import memsave_ext as ms
-from memsave_ext.adam.dtensor import local_tensor
-from memsave_ext.adam.files import is_in_file
+from memsave_ext.shared.dtensor import local_tensor
+from memsave_ext.store.mapped import is_mapped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a folder is for Linux")
 FOLDER = "MEMSAVE_EXT_TEST_FOLDER"  # an environment variable, which the ranks inherit
@@ -45,7 +45,7 @@ def results(model, optimizer):
     states = [t for p in model.parameters() for _, t in sorted(optimizer.state[p].items())]
     locals_ = [local_tensor(t) for t in states]
     tensors = [local_tensor(p) for p in model.parameters()] + locals_
-    return [t.detach().clone() for t in tensors], sum(map(is_in_file, locals_))
+    return [t.detach().clone() for t in tensors], sum(map(is_mapped, locals_))
 
 
 def places():

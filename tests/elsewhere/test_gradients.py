@@ -299,6 +299,16 @@ def test_what_is_written_to_it_is_there(write, tmp_path):
     assert there.grad.norm() == here.grad.norm()
 
 
+def test_a_factor_that_changes_later(tmp_path):
+    """It waits until the gradient is read, as what it was."""
+    here, there = gradient(tmp_path, torch.randn(256, 256))
+    for p in (here, there):
+        factor = torch.tensor(0.5)
+        p.grad.mul_(factor)
+        factor.fill_(100.0)
+    assert torch.equal(there.grad, here.grad)
+
+
 def test_it_can_be_read_in_any_way(tmp_path):
     here, there = gradient(tmp_path, torch.randn(130, 256))
     a, b = here.grad, there.grad

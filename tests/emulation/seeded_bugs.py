@@ -216,6 +216,8 @@ def seen(bug: Bug) -> tuple[bool, str]:
 def main() -> None:
     words = sys.argv[1:]
     chosen = [b for b in BUGS if not words or any(w in (b.kind, b.file) for w in words)]
+    kinds = {kind for kind in programs.KINDS if run.has_compiler(kind)}  # it says what is skipped
+    chosen = [bug for bug in chosen if bug.kind in kinds]
     missed = 0
     for bug in chosen:
         found, how = seen(bug)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-KEEP, DROP, DROP_TWICE = 0, 1, 2
+KEEP, DROP, DROP_TWICE, MOVE, MOVE_TWICE = range(5)
 SECONDS_PER_CALL = 4e-6
+SECONDS_PER_MOVE = 2e-5 + SECONDS_PER_CALL  # of the host, besides the copies
 
 
 class Content(NamedTuple):
@@ -38,16 +39,24 @@ class Trace(NamedTuple):
 
 
 class Step:
-    """`peak`, `seconds` and `runs` of a step with these decisions."""
+    """`peak`, `seconds` and `runs` of a step with these decisions.
 
-    def __init__(self, trace: Trace, decisions: list[int]) -> None:
+    `back`: (opened, content); when the first is opened, the second gets the memory into which it is
+    copied back.
+    """
+
+    def __init__(
+        self, trace: Trace, decisions: list[int], back: list[tuple[int, int]] | None = None
+    ) -> None:
         self.trace, self.decisions = trace, decisions
+        self.backs = [0] * len(trace.contents)
+        self.coming: set[int] = set()
         self.runs = [0] * len(trace.calls)
         self.seconds = 0.0
         self.held: set[int] = set()  # contents that were recomputed and not closed
         self.needed: dict[int, int] = {}  # by content: the last moment of a dropped one made of it
         for i, content in enumerate(trace.contents):
-            if content.saved and not self.is_based(i):
+            if content.saved and not self.is_based(i) and not self.is_moved(i):
                 self.pin(i, content.closed if content.closed >= 0 else len(trace.moments))
         self.points: list[tuple[int, int]] = []  # (moment, bytes recomputed) in recomputations
         opened: list[list[int]] = [[] for _ in trace.moments]
@@ -56,8 +65,10 @@ class Step:
                 opened[content.opened].append(i)
         between = [0] * len(trace.moments)  # bytes recomputed in the interval before a moment
         for moment in range(len(trace.moments)):
-            between[moment] = self.size(self.held)
+            between[moment] = self.size(self.held | self.coming)
             for i in opened[moment]:
+                self.coming |= {other for first, other in back or [] if first == i}
+                self.points.append((moment, self.size(self.held | self.coming)))
                 if not self.is_there(i):
                     self.recompute(i, moment)
             self.held -= {i for i in self.held if trace.contents[i].closed == moment}
@@ -71,7 +82,7 @@ class Step:
         for read in self.trace.calls[self.trace.contents[i].call].reads:
             if self.needed.get(read, -1) < until:
                 self.needed[read] = until
-                if not self.is_based(read):
+                if not self.is_based(read) and not self.is_moved(read):
                     self.pin(read, until)
 
     def size(self, contents) -> int:
@@ -80,9 +91,12 @@ class Step:
     def is_based(self, i: int) -> bool:
         """Whether its memory is there without a recompute."""
         content = self.trace.contents[i]
-        if content.let_go < 0 or content.call < 0:
+        if content.let_go < 0 or (content.call < 0 and not self.is_moved(i)):
             return True
         return content.saved and self.decisions[i] == KEEP
+
+    def is_moved(self, i: int) -> bool:
+        return self.decisions[i] >= MOVE
 
     def is_there(self, i: int) -> bool:
         return self.is_based(i) or i in self.held
@@ -107,23 +121,35 @@ class Step:
         state = {"live": 0}
 
         def note(more: int = 0) -> None:
-            state["live"] = self.size(self.held) + sum(way.values())
+            state["live"] = self.size(self.held | self.coming) + sum(way.values())
             self.points.append((moment, state["live"] + more))
 
         def is_awaited(i: int) -> bool:
             content = trace.contents[i]
-            if not content.saved or self.decisions[i] != DROP:
+            if not content.saved or self.decisions[i] not in (DROP, MOVE):
                 return False
             if content.closed >= 0:
                 return content.closed >= moment
             return content.opened >= moment
+
+        def bring_back(i: int) -> None:
+            self.coming.discard(i)
+            self.backs[i] += 1
+            self.seconds += SECONDS_PER_MOVE
+            way["back", i] = trace.contents[i].bytes
+            note()
+            size = way.pop(("back", i))
+            if i == target or is_awaited(i):
+                self.held.add(i)
+            elif uses.get(i, 0) > 0:
+                way[i] = size
 
         def run(number: int) -> None:
             call = trace.calls[number]
             done = []  # memory that was given to the call, by its made content
             for i in call.reads:
                 if not self.is_there(i) and i not in way:
-                    run(trace.contents[i].call)
+                    bring_back(i) if self.is_moved(i) else run(trace.contents[i].call)
                 uses[i] = uses.get(i, 0) - 1
                 if i in call.writes:
                     made = call.makes[call.writes.index(i)]
@@ -140,7 +166,7 @@ class Step:
             self.seconds += call.seconds + SECONDS_PER_CALL
             for made in call.makes:
                 size = way.pop(("written" if made in done else "new", number, made))
-                if self.is_there(made):
+                if self.is_there(made) or self.is_moved(made):
                     continue
                 if made == target or is_awaited(made):
                     self.held.add(made)
@@ -150,7 +176,7 @@ class Step:
                 if i in way and uses[i] <= 0:
                     del way[i]
 
-        run(trace.contents[target].call)
+        bring_back(target) if self.is_moved(target) else run(trace.contents[target].call)
         assert not way
 
     def count_uses(self, target: int) -> dict[int, int]:
@@ -165,9 +191,11 @@ class Step:
             for i in self.trace.calls[number].reads:
                 if not self.is_there(i):
                     uses[i] = uses.get(i, 0) + 1
-                    visit(self.trace.contents[i].call)
+                    if not self.is_moved(i):
+                        visit(self.trace.contents[i].call)
 
-        visit(self.trace.contents[target].call)
+        if not self.is_moved(target):
+            visit(self.trace.contents[target].call)
         return uses
 
 

@@ -22,10 +22,11 @@ import memsave_ext as ms
 from memsave_ext.predict import techniques
 from memsave_ext.predict.techniques import ALL
 from memsave_ext.store.folder import is_in_memory
+from memsave_ext.store.mapped import is_mapped
 
 NATIVE = ms._native.available
 EXACT = [t for t in ALL if not t.adam_in_backward and not t.loss_head]
-OURS = [t for t in ALL if t.adam_in_backward and not t.loss_head]
+OURS = [t for t in ALL if t.adam_in_backward and not t.loss_head and not t.offload]
 GB = "1GB"
 
 
@@ -241,6 +242,47 @@ def wide(clip=1e-3):
         return norm
 
     return model, optimizer, x, step
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+@pytest.mark.skipif(not ms._native.available, reason="a budget is native")
+def test_weights_and_states_elsewhere_before_nothing_fits(in_backward, tmp_path, capsys):
+    x = torch.randn(64, 256)
+
+    def made():
+        torch.manual_seed(0)
+        sizes = (256, 1024), (1024, 256)
+        layers = [m for _ in range(6) for size in sizes for m in (nn.Linear(*size), nn.GELU())]
+        model = nn.Sequential(*layers)
+        return model, torch.optim.AdamW(model.parameters())
+
+    def train(model, optimizer, steps=3):
+        losses = []
+        for _ in range(steps):
+            loss = model(x).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1) if not in_backward else None
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    plain = made()
+    losses = train(*plain)
+    model, optimizer = made()  # weights of 12 MiB
+    fitted = ms.fit(
+        model, optimizer, x, budget="10MiB", loss=lambda y: y.square().mean(), offload=tmp_path,
+        in_backward=in_backward,
+    )  # fmt: skip
+    assert fitted.technique.endswith("states elsewhere, weights elsewhere")
+    assert f"fit: weights and states lie in {tmp_path}" in capsys.readouterr().out
+    assert sum(map(is_mapped, model.parameters())) == 12
+    assert train(model, optimizer) == pytest.approx(losses, rel=1e-5)
+    assert fitted.measured <= 10 << 20
+    fitted.undo()
+    assert not any(map(is_mapped, model.parameters()))
+    assert type(optimizer) is torch.optim.AdamW
+    assert train(model, optimizer, 1) == pytest.approx(train(*plain, 1), rel=1e-5)
 
 
 def test_a_loop_that_clips_has_its_gradients_elsewhere(tmp_path):

@@ -289,7 +289,7 @@ def test_grad_scalers_in_every_row():
 
     found = every(scaled, "1GB", device="cpu")
     assert rows(found)["as built"].fits and rows(found)["checkpoint by block"].fits
-    assert len(found.rows) == 14
+    assert len(found.rows) == 16
 
 
 @pytest.mark.parametrize("with_tqdm", [True, False], ids=["tqdm", "a line"])

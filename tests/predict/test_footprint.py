@@ -1,5 +1,7 @@
 """What footprint() says against what is there: after real steps, and in them."""
 
+import sys
+
 import pytest
 import torch
 from footprints import BF16, FP16, FP32, FP64, backward, check_sums, make_model, nbytes, now, train
@@ -375,3 +377,42 @@ def test_sparse_gradients():
         refused = ms.memory.footprint(model, other(model.parameters()))
         assert not refused.predicted
         assert all("not support sparse" in why for why in refused.unpredicted.values())
+
+
+def sgd(params, **options):
+    return ms.in_backward(torch.optim.SGD(params, foreach=True), **options)
+
+
+def adam_of_torch(params, **options):
+    return ms.in_backward(torch.optim.AdamW(params), **options)
+
+
+@pytest.mark.parametrize("make", [ms.AdamW, ms.Lion, adam_of_torch, sgd])
+@pytest.mark.skipif(sys.platform != "linux", reason="a folder can be used on Linux only")
+def test_gradients_elsewhere(make, tmp_path):
+    """They are in memory a part at a time, and small ones."""
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)])
+    optimizer = make(model.parameters(), grads_on=tmp_path)
+    footprint = ms.memory.footprint(model, optimizer)
+    expected = footprint.expected
+    large = model[0].weight.nbytes
+    assert expected.peak - expected.between.bytes < 3.1 * large < nbytes(model.parameters())
+    x = torch.ones(1, 512)
+
+    def step():
+        model(x).sum().backward()
+        optimizer.step()
+
+    step()  # makes states
+    optimizer.zero_grad()
+    with ms.memory.track(model, optimizer) as t:
+        step()
+    if _native.available or not footprint.optimizer.startswith("memsave_ext."):
+        # Some activations, and scalars.
+        assert expected.peak <= t.peak <= expected.peak + 3 * x.nbytes
+    assert now(model).gradients.bytes == sum(
+        p.grad.nbytes for p in model.parameters() if p.dim() == 1
+    )
+    optimizer.remove_hooks()
+    in_memory = ms.memory.footprint(model, optimizer).expected
+    assert in_memory.at_peak.gradients.bytes == nbytes(model.parameters())

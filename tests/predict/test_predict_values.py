@@ -110,3 +110,20 @@ def test_truncated_normals_end(std, a, b):
         return model, None, lambda: model(torch.ones(2, 8)).sum().backward()
 
     assert ms.memory.predict(build).peak > 0
+
+
+def test_a_value_that_is_written_over_is_not_known_any_more():
+    def build():
+        model = nn.Linear(4, 4)
+
+        def step():
+            flag = torch.zeros(1)
+            flag.copy_(torch.rand(1) + 1)
+            made = torch.empty(1 << 20 if flag.item() else 1)
+            model(torch.ones(2, 4)).sum().backward()
+            model.zero_grad()
+            del made
+
+        return model, None, step
+
+    assert 1 << 22 <= ms.memory.predict(build).peak < (1 << 22) + 4096

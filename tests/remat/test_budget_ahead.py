@@ -243,6 +243,23 @@ def test_an_optimizer_in_backward(steps_before, runs):
     assert 0.8 < block.peak / max(block.budget, block.least) <= 1.05
 
 
+@pytest.mark.parametrize("on", [False, True])
+def test_an_optimizer_in_backward_whose_parameters_have_no_other_hooks(on, runs, tmp_path):
+    # Nobody else's hook has made a place for those of the run ahead.
+    model, x = wide(8, 256), torch.randn(16, 256)
+    place = {"states_on": tmp_path} if on else {}
+    optimizer = ms.AdamW(model.parameters(), 1e-4, in_backward=True, **place)
+    least = []
+    for _ in range(3):
+        with ms.remat(model, budget="64MiB", optimizer=optimizer) as block:
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        least.append(block.least)
+    assert isinstance(runs[0], int), runs
+    assert least[0] == pytest.approx(least[2], rel=0.1)
+
+
 def test_a_new_optimizer_of_a_model_like_one_that_has_been_trained(runs):
     # The former's later steps began with its states; this one makes them in its first backward.
     def first_steps():

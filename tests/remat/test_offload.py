@@ -235,19 +235,44 @@ def test_exceptions_and_graphs_that_are_dropped_leave_nothing(half, tmp_path):
     assert used(tmp_path) == 0
 
 
+def open_file(folder):
+    """The one in a folder: its place in /proc."""
+    found = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    found = [path for path in found if os.path.islink(path)]
+    (path,) = [path for path in found if os.readlink(path).startswith(str(folder.resolve()))]
+    return path
+
+
 def test_the_file_has_no_name(half, tmp_path):
     model, x = layers()
     with half():
         loss = model(x).sum()
-        files = [
-            os.readlink(f"/proc/self/fd/{fd}")
-            for fd in os.listdir("/proc/self/fd")
-            if os.path.exists(f"/proc/self/fd/{fd}") or os.path.islink(f"/proc/self/fd/{fd}")
-        ]
-        ours = [name for name in files if name.startswith(str(tmp_path.resolve()))]
-        assert len(ours) == 1 and ours[0].endswith("(deleted)")
+        assert os.readlink(open_file(tmp_path)).endswith("(deleted)")
         assert os.listdir(tmp_path) == []
     loss.backward()
+
+
+def test_room_in_the_file_is_taken_again(half, tmp_path):
+    model, x = layers()
+    sizes = []
+    for _ in range(12):
+        with half():
+            loss = model(x).sum()
+        loss.backward()
+        del loss
+        assert used(tmp_path) == 0
+        sizes.append(os.stat(open_file(tmp_path)).st_size)
+    assert 0 < sizes[-1] == sizes[0]
+
+
+def test_a_file_that_another_program_cuts(half, tmp_path):
+    model, x = layers()
+    with half():
+        loss = model(x).sum()
+    assert half.moved() > 0
+    os.truncate(open_file(tmp_path), 0)
+    with pytest.raises(RuntimeError, match="could not be read back: Input/output error"):
+        loss.backward()
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """``memory.track`` of blocks: recomputes are a phase of their own."""
 
+from processes import run_program
 from remat_programs import everything, layers
 
 import memsave_ext as ms
@@ -36,3 +37,20 @@ def test_regions_and_blocks_are_told_apart():
     assert "Checkpointed regions" in report and "Rematerialized" in report
     document = track.to_json()
     assert [ms.memory.Region(**region) for region in document["regions"]] == track.regions
+
+
+_FIRST_BLOCK = """
+import torch
+import memsave_ext as ms
+x = torch.ones(1000, requires_grad=True)
+with ms.memory.track() as t, ms.remat():
+    x.exp().sum().backward()
+print(t.peak)
+"""
+
+
+def test_what_a_block_measures_with_does_not_count():
+    """How fast memory is copied, by the first block of a process."""
+    done = run_program(_FIRST_BLOCK)
+    assert done.returncode == 0, done.stderr
+    assert 4000 <= int(done.stdout) < 1 << 20

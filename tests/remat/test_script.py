@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from helpers import run_threads
 from torch import nn
 from torch.nn import functional as F
 
@@ -166,30 +167,82 @@ def test_programs_that_change_at_random(seed):
     assert scripted
 
 
-def test_threads():
+@pytest.mark.parametrize("budget", [0.6, None])
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (4, 4, 5)])
+def test_threads(budget, lengths):
     """Each has a model and steps of its own, also on shapes that others have."""
-    models = [Program(length=4), Program(length=4), Program(length=5)]
+    models = [Program(length).eval() for length in lengths]
     x = torch.randn(8, 24)
     expected = [grads_of(model, x) for model in models]
-    wrong, scripted = [], []
+    right, scripted = [], []
 
-    def run(model, plain):
+    def run(number):
         for _ in range(12):
-            block = ms.remat(model, budget=0.6)
+            block = ms.remat(models[number], budget=budget)
             with block:
-                loss = model.eval()(x).square().mean()
-            grads = torch.autograd.grad(loss, [*model.parameters()])
-            wrong.append(not all(map(torch.equal, grads, plain)))
+                loss = models[number](x).square().mean()
+            grads = torch.autograd.grad(loss, [*models[number].parameters()])
+            right.append(all(map(torch.equal, grads, expected[number])))
             scripted.append(passed(block))
 
-    threads = [
-        threading.Thread(target=run, args=pair) for pair in zip(models, expected, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(wrong) == 36 and not any(wrong)
+    for times in range(1, 21):
+        run_threads(run, len(models))
+        assert right == [True] * 36 * times
+        # Within a budget a step that begins beside others has a smaller one, and goes by no script.
+        if any(scripted) or budget is not None:
+            return
+    raise AssertionError("no step has gone by a script")
+
+
+def step_by_script(model, x, budget, most=16):
+    """Returns the loss of the first step that goes by its script, of which backward is to come."""
+    for _ in range(most):
+        block = ms.remat(model, budget=budget)
+        with block:
+            loss = model(x).square().mean()
+        if passed(block):
+            return loss
+        loss.backward()
+        del loss
+    raise AssertionError("no step has gone by a script")
+
+
+@pytest.mark.parametrize("budget", [0.6, None])
+def test_threads_whose_steps_begin_while_one_goes_by_its_script(budget):
+    models = [Program(length=6).eval() for _ in range(3)]
+    x = torch.randn(8, 24)
+    expected = grads_of(models[0], x)
+    for _ in range(4):
+        loss = step_by_script(models[0], x, budget)
+        results = []
+
+        def run(number, loss=loss, results=results):
+            if number:
+                with ms.remat(models[number], budget=budget):
+                    loss = models[number](x).square().mean()
+            results.append(torch.autograd.grad(loss, [*models[number].parameters()]))
+
+        run_threads(run, len(models))
+        assert len(results) == 3 and all(all(map(torch.equal, r, expected)) for r in results)
+        del loss, run
+
+
+def test_backwards_of_one_graph_at_once():
+    """Each opens what others are recomputing."""
+    model, x = Program(length=6).eval(), torch.randn(16, 24)
+    expected = grads_of(model, x)
+    for _ in range(4):
+        loss = step_by_script(model, x, 0.6)
+        results = []
+
+        def backward(_, loss=loss, results=results):
+            for _ in range(3):
+                params = [*model.parameters()]
+                results.append(torch.autograd.grad(loss, params, retain_graph=True))
+
+        run_threads(backward, 4)
+        assert len(results) == 12 and all(all(map(torch.equal, r, expected)) for r in results)
+        del loss, backward
 
 
 def grads_of(model, x):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .uses_of_gradients import CLIPS, OPTIMIZERS, USES
+
 Case = dict[str, Any]
 DTYPES = [torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16,
           torch.bfloat16, torch.complex64, torch.complex128]  # fmt: skip
 SHAPES = [(), (1,), (3,), (4, 5), (2, 3, 4, 5), (17, 33), (70, 70), (0, 3), (257,)]
+LARGE = [(200, 170), (34_000,), (4, 100, 17, 5), (600, 500)]  # of which gradients can leave
 LAYOUTS = ["contiguous", "contiguous", "transposed", "sliced"]
 KINDS = ["plain", "plain", "plain", "expanded", "conj", "neg", "strided"]  # of gradients
 DEFAULTS: Case = {
@@ -20,11 +24,11 @@ DEFAULTS: Case = {
     "max_grad_norm": None, "clip_global_norm": None, "norm_pass": False, "scaler": False,
     "micro": 1, "accumulate_when": False, "small_bytes": 1 << 16,
     "bucket_bytes": 1 << 20, "add_group": None, "interlude": None, "zero_to_none": True,
-    "missing": False, "seed": 0, "kinds": False,
+    "missing": False, "seed": 0, "kinds": False, "elsewhere": None,
 }  # fmt: skip
 
 
-def generate(seed: int, without: list[str]) -> Case:
+def generate(seed: int, without: Sequence[str] = ()) -> Case:
     rng = random.Random(seed)
 
     def some(value: Any, chance: float, otherwise: Any) -> Any:
@@ -74,6 +78,21 @@ def generate(seed: int, without: list[str]) -> Case:
         shape, layout = rng.choice(SHAPES), rng.choice(LAYOUTS)
         layout = "contiguous" if case["state_dtype"] in ("8bit", "4bit") else layout
         case["params"].append((dtype, shape, layout, rng.randrange(2)))
+    case["elsewhere"] = None
+    if rng.random() < 0.3 and "elsewhere" not in without:
+        case["elsewhere"] = {
+            "optimizer": some(rng.choice(list(OPTIMIZERS)), 0.3, None),
+            "clip": some(rng.choice(list(CLIPS)), 0.7, None),
+            "use": some(rng.choice(list(USES)), 0.3, None),
+            "reads": some(True, 0.3, None),
+            "states_on": some(True, 0.2, None),
+            "in_backward": some(True, 0.3, None),
+            "within": some(True, 0.5, None),
+        }
+        case["params"] = [
+            (dtype, rng.choice(LARGE) if rng.random() < 0.7 else shape, layout, group)
+            for dtype, shape, layout, group in case["params"]
+        ]
     return settled(case)
 
 
@@ -89,12 +108,33 @@ def settled(case: Case) -> Case:
         case["interlude"] = None
     if case["bf16"] in ("split", "split8") and case["interlude"] and case["interlude"][0] == "fp32":
         case["interlude"] = None  # which is without what these keep beside a parameter
+    if case["elsewhere"]:
+        settle_elsewhere(case, case["elsewhere"])
     if case["scaler"]:  # which torch has for real numbers only
         swap = {torch.complex64: torch.float32, torch.complex128: torch.float64}
         case["params"] = [(swap.get(p[0], p[0]), *p[1:]) for p in case["params"]]
     if case["missing"]:  # or gradients of zeros stay after backward, and none in it
         case["zero_to_none"] = True
     return case
+
+
+def settle_elsewhere(case: Case, chosen: dict[str, Any]) -> None:
+    case["norm_pass"] = False
+    if case["clip_global_norm"] is not None:
+        case["max_grad_norm"] = None
+    swap = {}
+    if case["scaler"]:  # which wants gradients, and they are not to be in half precision
+        case["missing"] = False
+        swap = {torch.float16: torch.float32}
+    if chosen["clip"] == "value":
+        swap |= {torch.complex64: torch.float32, torch.complex128: torch.float64}
+    case["params"] = [(swap.get(p[0], p[0]), *p[1:]) for p in case["params"]]
+    if chosen["optimizer"] is not None:
+        chosen["states_on"] = None
+        for name in ("bf16", "state_dtype", "clip_global_norm", "max_grad_norm", "lr_tensor"):
+            case[name] = DEFAULTS[name]
+        if case["interlude"] and case["interlude"][0] == "fp32":
+            case["interlude"] = ("save", case["interlude"][1])
 
 
 class Give(torch.autograd.Function):

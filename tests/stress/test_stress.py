@@ -10,6 +10,8 @@ import sampling
 import torch
 
 import memsave_ext as ms
+from memsave_ext.elsewhere.gradient import Values
+from memsave_ext.elsewhere.gradients import Gradients
 from memsave_ext.fakes import repeats, workspaces
 from stress import (
     adam,
@@ -26,6 +28,7 @@ from stress import (
     worlds,
     zoo_budgets,
 )
+from stress.adam_cases import generate
 from stress.programs import Op
 
 PARTS = {
@@ -127,6 +130,22 @@ def test_another_step_in_backward_is_found(monkeypatch):
             patched.setattr(optimizers.Side, "step", wrong)
             verdict, _ = optimizers.run_seed(number, [], False)
         assert verdict == f"{case}: AssertionError"
+
+
+def test_other_bits_of_gradients_elsewhere_are_found(monkeypatch):
+    """Of most loops, as nearly all have gradients that leave."""
+    cases = [case for case in map(generate, range(60)) if case["elsewhere"]]
+    get = Values.get
+    monkeypatch.setattr(Values, "get", lambda values: get(values).mul(1.001))
+    found = [adam.guarded(case) for case in cases]
+    assert len(cases) > 10
+    assert sum(verdict.startswith("other bits with grads_on=") for verdict in found) > 6
+
+
+def test_gradients_that_stay_in_memory_are_found(monkeypatch):
+    monkeypatch.setattr(Gradients, "leave", lambda _, grad: grad)
+    cases = [case for case in map(generate, range(20)) if case["elsewhere"]]
+    assert any("has stayed" in adam.guarded(case) for case in cases)
 
 
 def test_other_bits_are_found(monkeypatch):

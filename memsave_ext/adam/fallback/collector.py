@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..._streams import current_stream, use_here
 from ...checkpoint.function import note_step
-from .. import dtensor, errors, modes
+from ...shared import dtensor
+from .. import errors, modes
 from ..norms import Scaling
 from ..place import Place
 from ..precise import total

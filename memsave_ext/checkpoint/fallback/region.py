@@ -30,7 +30,8 @@ class Holder:
     """What autograd keeps in place of a saved tensor."""
 
     def __init__(self, open_: Callable[[Holder], Tensor]) -> None:
-        self.values: dict[BackwardKey, Tensor] = {}  # computed again, by the backward that asked
+        # Computed again, by the backward that asked: the tensor, and its version when it was saved.
+        self.values: dict[BackwardKey, tuple[Tensor, int]] = {}
         self._open = open_
 
     def open(self) -> Tensor:
@@ -146,7 +147,7 @@ class Recompute:
             self._compare(index, slot, tensor)
         holder = slot.holder()
         if holder is not None:
-            holder.values[self._key] = tensor
+            holder.values[self._key] = tensor, version_of(tensor)
         self._stop_if(self._may_stop and self._count == self._needed)
         return tensor
 
@@ -266,7 +267,7 @@ class _Region:
     def _open(self, holder: Holder) -> Tensor:
         key = _current_backward()
         if key in holder.values:
-            return holder.values.pop(key)
+            return self._take(holder, key)
         if self._recomputing_thread == threading.get_ident():
             raise errors.needs_itself()
         with self._lock:
@@ -282,10 +283,18 @@ class _Region:
                     raise
                 finally:
                     self._recomputing_thread = None
-            tensor = holder.values.pop(key)
+            tensor = self._take(holder, key)
             if key[0] == "outside":  # nobody will come for the others
                 self._forget(key)
             return tensor
+
+    def _take(self, holder: Holder, key: BackwardKey) -> Tensor:
+        tensor, version = holder.values.pop(key)
+        now = version_of(tensor)
+        if self._check and now != version:  # autograd looks at versions where no hooks are
+            index = next(i for i, slot in enumerate(self._slots) if slot.holder() is holder)
+            raise errors.value_changed(index, version, now, self._on_error)
+        return tensor
 
     def _forget(self, key: BackwardKey) -> None:
         for slot in self._slots:

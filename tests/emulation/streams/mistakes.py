@@ -5,11 +5,14 @@ All are put into one copy of the sources, where MISTAKE says whether it is this 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-VARIABLE = "MEMSAVE_EXT_MISTAKE"  # the number of the mistake that runs; none without
-IN_PYTHON = '(__import__("os").environ.get("{variable}") == "{number}")'
+# The last one: it has a list of mistakes of its own.
+sys.path.append(str(Path(__file__).resolve().parents[2] / "mistakes"))
+from switch import VARIABLE, with_mistakes  # noqa: F401
+
 IN_CPP = "::emulated::is_mistaken({number})"
 
 
@@ -390,17 +393,17 @@ MISTAKES = [
 
 def put_in(csrc: Path, changed_csrc: Path, package: Path) -> None:
     """Write what is changed of csrc to a folder of its own, and of the package in its place."""
-    texts: dict[Path, str] = {}
-    for number, mistake in enumerate(MISTAKES):
-        of_cpp = mistake.file.endswith((".h", ".cpp"))
-        source = (csrc if of_cpp else package.parent) / mistake.file
-        target = (changed_csrc if of_cpp else package.parent) / mistake.file
-        text = texts.get(target) or source.read_text()
-        if text.count(mistake.right) != 1:
-            raise SystemExit(f"emulate: {mistake.file} has not one such line: {mistake.what}")
-        switch = (IN_CPP if of_cpp else IN_PYTHON).format(variable=VARIABLE, number=number)
-        wrong = mistake.wrong.replace("MISTAKE", switch)
-        texts[target] = text.replace(mistake.right, wrong)
+
+    def folder(name: str, of_csrc: Path) -> Path:
+        return of_csrc if name.endswith((".h", ".cpp")) else package.parent
+
+    try:
+        changed = with_mistakes(
+            MISTAKES, lambda name: (folder(name, csrc) / name).read_text(), IN_CPP
+        )
+    except ValueError as error:
+        raise SystemExit(f"emulate: {error}") from None
+    texts = {folder(name, changed_csrc) / name: text for name, text in changed.items()}
     for path in changed_csrc.rglob("*"):  # of mistakes that are not here any more
         if path.is_file() and path not in texts:
             path.unlink()

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import errors
-
 
 def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
@@ -36,10 +34,19 @@ def local_gradient(param: Any, grad: Any) -> Tensor:
     if not is_dtensor(param):
         return local_tensor(grad)
     if not is_dtensor(grad) or not _same_mesh(param, grad):
-        raise errors.another_mesh(param, grad)
+        raise _another_mesh(param, grad)
     if grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
     return local_tensor(grad)
+
+
+def _another_mesh(param: Any, grad: Any) -> RuntimeError:
+    mesh = getattr(grad, "device_mesh", None)
+    got = "a plain tensor" if mesh is None else f"one on {mesh}"
+    return RuntimeError(
+        f"memsave_ext: the gradient of a DTensor must be a DTensor on {param.device_mesh}, got "
+        f"{got}. Wrap it with torch.distributed.tensor.DTensor.from_local() or distribute_tensor()"
+    )
 
 
 def is_placed_alike(param: Any, tensor: Any) -> bool:
@@ -66,8 +73,13 @@ def leave_buffer(grad: Any, local: Tensor) -> Tensor:
     """
     if local.untyped_storage().nbytes() <= local.nbytes or local_tensor(grad) is not local:
         return local
-    grad._local_tensor = local.clone()
+    put_local(grad, local.clone())
     return local_tensor(grad)
+
+
+def put_local(tensor: Any, local: Tensor) -> None:
+    """Puts another tensor in the place of a DTensor's local part."""
+    tensor._local_tensor = local
 
 
 def as_placed(param: Any, local: Tensor) -> Tensor:

@@ -1,0 +1,297 @@
+"""``weights_on()``: the weights of a model lie in a file, of which what is in use is in memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+from ..shared.dtensor import is_dtensor
+from ..shared.large_memory import LargeMemory
+from ..store.folder import absolute_folder
+from ..store.kept import SMALLEST
+from ..store.mapped import MappedFile, is_mapped, pretend
+from .gradient import is_dense
+
+__all__ = ["Weights", "weights_on"]
+
+_ROOM = 1 << 26  # bytes that may stay mapped, or those of the largest weight
+_PAUSE = 0.01  # seconds between two looks at how much is mapped
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_STATM = Path("/proc/self/statm")
+
+
+def weights_on(
+    model: nn.Module | Callable[[], nn.Module], where: str | os.PathLike[str]
+) -> Weights:
+    """Has the weights of a model on the CPU in a file, mapped into memory while they are used.
+
+    Parameters stay the objects that they are, and tensors as any other: their memory is the file's,
+    which the kernel reads and writes by pages. So whatever uses them need not know, optimizers,
+    clipping, averages and ``state_dict()`` included, and results are the same to the bit. What is
+    mapped is no private memory, and is given back soon after its use: about as many bytes stay
+    mapped as the largest weight has, or 64 MiB. What is used next is read ahead, in the order of
+    the last step. Weights of less than 64 KiB stay in memory, and so do gradients and optimizer
+    states: see ``in_backward=``, ``grads_on=`` and ``states_on=`` of :class:`Adam`.
+
+    Args:
+        model: is changed in place; its optimizer can be made before or after. Or a function that
+            builds it, for one that is too large to be built in memory: each parameter leaves as
+            soon as a module has it.
+        where: a folder, on a local disk. The file has no name, and is gone with the process.
+
+    Returns:
+        A handle, with ``model`` and ``remove()``, which has them in memory again.
+
+    Raises:
+        TypeError: ``model`` is neither a module nor makes one; ``where`` is no path.
+        ValueError: there is no such folder; a parameter is on another device, is a DTensor, has no
+            shape yet or shares its memory with other tensors; the system is not Linux. Nothing is
+            changed then.
+        OSError: there is no room for them.
+    """
+    builds = callable(model) and not isinstance(model, nn.Module)
+    if not builds and not isinstance(model, nn.Module):
+        raise TypeError(
+            "weights_on: model must be a torch.nn.Module or a function that makes one, got "
+            f"{type(model).__name__}"
+        )
+    if not isinstance(where, (str, os.PathLike)):
+        raise TypeError(f"weights_on: where must be a folder, got {where!r}")
+    folder = absolute_folder(where, "weights_on: where must be a folder that exists")
+    if sys.platform != "linux":
+        raise ValueError("weights_on: weights can lie in a folder on Linux only")
+    weights = Weights(folder)
+    if builds:
+        with weights._taking_what_is_built():
+            made: Any = model()
+        if not isinstance(made, nn.Module):
+            raise TypeError(
+                f"weights_on: the function must make a torch.nn.Module, got {type(made).__name__}"
+            )
+        model = made
+    weights._take(model)  # type: ignore[arg-type]
+    return weights
+
+
+class Weights:
+    """What :func:`weights_on` returns.
+
+    Attributes:
+        model: the model, the same object, or the one that was built.
+    """
+
+    model: nn.Module
+
+    def __init__(self, folder: str) -> None:
+        self._file = MappedFile(folder, f"weights_on={folder!r}", "weights")
+        self._largest = 0
+        self._large_memory: LargeMemory | None = LargeMemory()
+        self._modules: list[weakref.ref[nn.Module]] = []  # those with such weights
+        self._after: dict[tuple[int, int], int] = {}  # which was called after two others
+        self._called = (-1, -1)  # the last two
+        self._hooks: list[Any] = []
+        self._is_watched = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights that lie in the file."""
+        return sum(param.nbytes for param in self._there())
+
+    def remove(self) -> None:
+        """Has all weights in memory again. May be called twice.
+
+        Raises:
+            RuntimeError: there is no memory for them. Those that had room are in memory.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for param in self._there():
+            param.data = param.data.clone()
+        self._large_memory = None
+
+    def let_go(self) -> None:
+        """Gives the memory of what is mapped back. What is used again is mapped again."""
+        self._file.unmap()
+
+    @property
+    def _room(self) -> int:
+        """Bytes that may stay mapped."""
+        return max(_ROOM, self._largest)
+
+    def _take(self, model: nn.Module) -> None:
+        """Has the weights of a model in the file."""
+        self.model = model
+        leaving = {name: p for name, p in model.named_parameters() if not is_mapped(p)}
+        for name, param in leaving.items():
+            if (why := _why_not(param)) is not None:
+                raise ValueError(f"weights_on: {name} {why}")
+        large = [param for param in leaving.values() if _may_leave(param)]
+        real = [param for param in large if not isinstance(param, FakeTensor)]
+        self._file.file.reserve(param.nbytes for param in real)
+        for param in large:
+            self._leave(param)
+        for module in model.modules():
+            if any(map(self._has, _own(module))):
+                self._watch_calls(module)
+
+    @contextmanager
+    def _taking_what_is_built(self) -> Iterator[None]:
+        """Inside, each parameter that this thread gives to a module leaves at once, where nothing
+        else has its memory; :meth:`_take` asks again."""
+        thread = threading.get_ident()
+
+        def hook(_: nn.Module, name: str, param: Any) -> None:
+            if threading.get_ident() != thread or not isinstance(param, Tensor):
+                return
+            if _why_not(param) is None and _may_leave(param) and not is_mapped(param):
+                self._leave(param)
+
+        handle = register_module_parameter_registration_hook(hook)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _note_call(self, number: int) -> None:
+        """Reads ahead what was used after the last two modules when they were called before."""
+        self._after[self._called] = number
+        self._called = self._called[1], number
+        following = self._after.get(self._called)
+        module = None if following is None else self._modules[following]()
+        for param in () if module is None else _own(module):
+            if (region := self._file.region_of(param)) is not None:
+                region.read_ahead()
+
+    def _there(self) -> list[nn.Parameter]:
+        return [param for param in self.model.parameters() if self._has(param)]
+
+    def _has(self, param: Tensor) -> bool:
+        return self._file.region_of(param) is not None
+
+    def _leave(self, param: Tensor) -> None:
+        if isinstance(param, FakeTensor):  # a prediction's has no memory
+            pretend(param)
+            return
+        there, _ = self._file.empty_like(param)
+        there.copy_(param.data)
+        param.data = there
+        self._largest = max(self._largest, param.nbytes)
+        if not self._is_watched:
+            self._is_watched = True
+            threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
+
+    def _watch_calls(self, module: nn.Module) -> None:
+        call = _Call(self, len(self._modules))
+        self._modules.append(weakref.ref(module))
+        self._hooks.append(module.register_forward_pre_hook(call))
+        self._hooks.append(module.register_forward_hook(_Called(call)))
+
+
+class _Call:
+    """A hook on a module's forward; in a copy of the module, whose weights are in memory, none."""
+
+    def __init__(self, weights: Weights, number: int) -> None:
+        self._weights, self._number = weights, number
+
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._weights._note_call(self._number)
+
+    def __reduce__(self) -> Any:
+        return _none, ()
+
+
+class _Called:
+    """A hook after a module's forward, by which its backward is noticed, too."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+
+    def __call__(self, _: nn.Module, __: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        for value in tree_leaves(output):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(self._call)
+                return
+
+    def __reduce__(self) -> Any:
+        return _none, ()
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _none() -> Callable[..., None]:
+    return _nothing
+
+
+def _own(module: nn.Module) -> Iterable[Tensor]:
+    return [param for param in module._parameters.values() if param is not None]
+
+
+def _may_leave(param: Tensor) -> bool:
+    """Whether it is large, and no class of its own may have more of it than its values."""
+    return type(param) in (nn.Parameter, FakeTensor) and param.nbytes >= SMALLEST
+
+
+def _why_not(param: Tensor) -> str | None:
+    """Returns why a parameter cannot lie in a file; None where it can."""
+    if is_lazy(param):
+        return "has no shape yet: call the model once before"
+    if is_dtensor(param):
+        return "is a DTensor: weights of one process only can lie elsewhere"
+    if param.device.type != "cpu":
+        return f"is on {param.device}: only weights on the CPU can lie in a folder"
+    if param.layout != torch.strided or not is_dense(param):
+        return None if not _may_leave(param) else "is not dense: make it contiguous before"
+    if _may_leave(param) and not isinstance(param, FakeTensor) and _is_shared(param):
+        return (
+            "shares its memory with another tensor, as param.data or a state_dict() from before: "
+            "drop that tensor before"
+        )
+    return None
+
+
+def _is_shared(param: Tensor) -> bool:
+    storage = param.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # by more than both of these
+
+
+def _watch(reference: weakref.ref[Weights]) -> None:
+    """Lets go of what is mapped where it is more than may be, until the weights are gone.
+
+    What the process has mapped of all files is one number of the kernel's, which costs next to
+    nothing to read; what uses weights is not known.
+    """
+    least = _mapped_bytes()
+    while True:
+        time.sleep(_PAUSE)
+        if (weights := reference()) is None:
+            return
+        mapped = _mapped_bytes()
+        if mapped - least > weights._room:
+            weights.let_go()
+            mapped = least = _mapped_bytes()
+        least = min(least, mapped)
+        del weights
+
+
+def _mapped_bytes() -> int:
+    return int(_STATM.read_text().split()[2]) * _PAGE

@@ -1,0 +1,101 @@
+"""Tensors on mapped memory of a file."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from .file import File, Region
+
+
+class MappedFile:
+    """A file without a name, and tensors whose memory it is.
+
+    They are tensors as any other: the kernel reads what is used of them, and writes what has
+    changed. What is mapped is no private memory of the process.
+
+    Args:
+        folder: where the file is.
+        name: what errors begin with.
+        content: what is in it, for errors.
+    """
+
+    def __init__(self, folder: str, name: str, content: str) -> None:
+        self.file = File(folder, name, content)
+        self._regions: dict[int, Region] = {}  # of tensors, by address
+        _all.add(self)
+        _note_use()
+
+    def empty_like(self, tensor: Tensor) -> tuple[Tensor, Region]:
+        """Returns a tensor like this one, without its values, and its memory.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        region = self.file.take(tensor.nbytes)
+        memory = region.memory(tensor.nbytes)
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        weakref.finalize(memory, self._give_back, storage.data_ptr(), region).atexit = False
+        strides = torch.empty_like(tensor, device="meta").stride()
+        made = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, strides)
+        self._regions[storage.data_ptr()] = region
+        return made, region
+
+    def region_of(self, tensor: Tensor) -> Region | None:
+        """Returns the memory of one of these; None for another tensor."""
+        return self._regions.get(tensor.data_ptr()) if _has_memory(tensor) else None
+
+    def unmap(self) -> None:
+        """Unmaps all that is mapped; what is used again is mapped again."""
+        for region in list(self._regions.values()):
+            region.unmap()
+
+    def _give_back(self, address: int, region: Region) -> None:
+        del self._regions[address]
+        self.file.free(region)
+
+
+_all: weakref.WeakSet[MappedFile] = weakref.WeakSet()
+_PLAIN = (Tensor, nn.Parameter)
+_PRETENDS = "_memsave_ext_mapped"  # an attribute of fake tensors
+_used = False  # whether there has ever been one, also a pretended one
+
+
+def _note_use() -> None:
+    global _used
+    _used = True
+
+
+def pretend(fake: Tensor) -> None:
+    """Has a prediction's tensor taken for one on mapped memory."""
+    setattr(fake, _PRETENDS, True)
+    _note_use()
+
+
+def pretends(tensor: Tensor) -> bool:
+    """Whether it is a prediction's tensor that is to be taken for one on mapped memory."""
+    return hasattr(tensor, _PRETENDS)
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether its memory is mapped; of a prediction's tensor, whether it would be."""
+    return pretends(tensor) or any(file.region_of(tensor) is not None for file in _all)
+
+
+def any_mapped(tensors: Iterable[Tensor]) -> bool:
+    return _used and any(map(is_mapped, tensors))
+
+
+def in_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Returns those that take memory; of a prediction's, would take it."""
+    if not _used:  # as most often: this is asked of all states in every step
+        return list(tensors)
+    return [tensor for tensor in tensors if not is_mapped(tensor)]
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether it is of the CPU and has an address."""
+    return type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout == torch.strided
