@@ -74,8 +74,8 @@ class Chunks:
     ) -> None:
         self.settings = settings
         self.given, self.linear_weight, self.linear_bias = input, linear_weight, linear_bias
-        self.input = input.to(settings.dtype)
         self.given_low, self.low_weight = low, low_weight
+        self.input = input.to(settings.dtype)
         self.low = None if low is None else low.to(settings.dtype)
         self.wide = torch.promote_types(settings.dtype, torch.float32)
         self.tokens, self.classes = input.shape[0], linear_weight.shape[0]
@@ -92,73 +92,81 @@ class Chunks:
         memory = self.input.new_empty(min(self.settings.tokens, self.tokens) * most)
         for first in range(0, self.classes, self.settings.classes):
             part = slice(first, min(first + self.settings.classes, self.classes))
-            weight = self.linear_weight[part].to(self.settings.dtype)
-            bias = None
-            if self.linear_bias is not None:
-                bias = self.linear_bias[part].to(self.settings.dtype)
-            low_weight = None
-            if self.low_weight is not None:
-                low_weight = self.low_weight[part].to(self.settings.dtype)
+            weight = self._part(self.linear_weight, part)
+            bias, low_weight = self._part(self.linear_bias, part), self._part(self.low_weight, part)
+            assert weight is not None
             for block, tokens in enumerate(self.blocks()):
                 # The last chunk, and the last block, may be smaller.
                 shape = tokens.stop - tokens.start, weight.shape[0]
                 logits = memory[: shape[0] * shape[1]].view(shape)
-                if bias is None:
-                    torch.mm(self.input[tokens], weight.t(), out=logits)
-                else:
-                    torch.addmm(bias, self.input[tokens], weight.t(), out=logits)
-                if self.low is not None and low_weight is not None:
-                    logits.addmm_(self.low[tokens], low_weight.t())
+                if self.low is None or low_weight is None:
+                    _set_logits(logits, self.input[tokens], weight, bias)
+                else:  # first, as it is small: rounded to 16 bits, it is off by little
+                    _set_logits(logits, self.low[tokens], low_weight, bias)
+                    logits.addmm_(self.input[tokens], weight.t())
                 yield Chunk(part, tokens, block, weight, logits, low_weight)
+
+    def _part(self, of: Tensor | None, classes: slice) -> Tensor | None:
+        return None if of is None else of[classes].to(self.settings.dtype)
 
     def gradients(
         self, chunks: Iterable[Chunk], needed: Sequence[bool], rows: Rows | None
     ) -> list[Tensor | None]:
-        """Returns the gradients of input, weight, bias, ``low`` and ``low_weight``, of as many as
-        ``needed`` says something of; None where none is needed, and where ``rows`` has stepped the
-        weight. ``chunks``: all, with gradients in place of logits."""
-        features = self.given.shape[1]
+        """Returns the gradients of input, weight, bias, ``low`` and ``low_weight``; None where none
+        is ``needed``, and where ``rows`` has stepped the weight. ``chunks``: all, with gradients in
+        place of logits."""
         of_input = of_weight = of_bias = of_low = of_low_weight = piece = None
         if needed[0]:
-            of_input = self.input.new_zeros((self.tokens, features), dtype=self.wide)
-        if self.low is not None and self.low_weight is not None:
-            if needed[3]:
-                of_low = torch.zeros_like(self.low, dtype=self.wide)
-            if needed[4]:
-                of_low_weight = torch.empty_like(self.low_weight)
+            of_input = self.input.new_zeros(self.input.shape, dtype=self.wide)
         if needed[1] and rows is None:
             of_weight = torch.empty_like(self.linear_weight)
         if needed[2]:
             assert self.linear_bias is not None
             of_bias = torch.empty_like(self.linear_bias)
+        # These are narrow: with one column after the other, products on CPUs take a quarter.
+        if needed[3]:
+            assert self.low is not None
+            of_low = self.low.new_zeros(self.low.shape[::-1], dtype=self.wide).t()
+        if needed[4]:
+            assert self.low_weight is not None
+            of_low_weight = self.low_weight.new_empty(self.low_weight.shape[::-1]).t()
         blocks = len(self.blocks())
         weight_sum, bias_sum, low_sum = (_Sum(blocks, self.wide) for _ in range(3))
         for chunk in chunks:
             gradient, input = chunk.logits, self.input[chunk.tokens]
             if of_input is not None:
                 _add_product(of_input[chunk.tokens], gradient, chunk.weight)
+            if of_low is not None and chunk.low_weight is not None:
+                _add_product(of_low[chunk.tokens], gradient, chunk.low_weight)
             if of_bias is not None:
                 part = gradient.sum(0, dtype=self.wide)
                 bias_sum.add(of_bias[chunk.classes], chunk.block, part)
+            if of_low_weight is not None and self.low is not None:
+                to = of_low_weight[chunk.classes]
+                low_sum.add(to, chunk.block, gradient.t(), self.low[chunk.tokens])
             if of_weight is not None:
                 weight_sum.add(of_weight[chunk.classes], chunk.block, gradient.t(), input)
             elif rows is not None:
                 if piece is None:
-                    piece = self.linear_weight.new_empty((gradient.shape[1], features))
+                    piece = self.linear_weight.new_empty((gradient.shape[1], input.shape[1]))
                 of_rows = piece[: gradient.shape[1]]
                 weight_sum.add(of_rows, chunk.block, gradient.t(), input)
                 if chunk.block == blocks - 1:
                     rows.step(chunk.classes.start, of_rows)
-            if of_low is not None and chunk.low_weight is not None:
-                _add_product(of_low[chunk.tokens], gradient, chunk.low_weight)
-            if of_low_weight is not None and self.low is not None:
-                low_input = self.low[chunk.tokens]
-                low_sum.add(of_low_weight[chunk.classes], chunk.block, gradient.t(), low_input)
         if of_input is not None:
             of_input = of_input.to(self.given.dtype)
         if of_low is not None and self.given_low is not None:
-            of_low = of_low.to(self.given_low.dtype)
-        return [of_input, of_weight, of_bias, of_low, of_low_weight][: len(needed)]
+            of_low = of_low.to(self.given_low.dtype).contiguous()
+        if of_low_weight is not None:
+            of_low_weight = of_low_weight.contiguous()
+        return [of_input, of_weight, of_bias, of_low, of_low_weight]
+
+
+def _set_logits(to: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if bias is None:
+        torch.mm(input, weight.t(), out=to)
+    else:
+        torch.addmm(bias, input, weight.t(), out=to)
 
 
 class _Sum:

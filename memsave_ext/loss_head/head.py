@@ -51,8 +51,9 @@ class Head(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: Any, grad_entropy: Tensor | None
     ) -> Any:
-        saved: Any = ctx.saved_tensors  # once: checkpoints unpack a tensor once
-        tensors, layer, (target, weight, coefficients) = saved[:-1], saved[:5], saved[5:]
+        tensors: Any
+        *tensors, coefficients = ctx.saved_tensors
+        layer, (target, weight) = tensors[:5], tensors[5:]
         options: Options = ctx.options
         none = (None,) * 5
         with torch.autocast(layer[0].device.type, enabled=False):
@@ -78,8 +79,8 @@ class Head(torch.autograd.Function):
             if grad_entropy is not None:  # its gradient is -p * (log(p) + entropy)
                 coefficients[4] = -grad_entropy
                 coefficients[2] -= grad_entropy * entropy[0]
-            chunks = CrossEntropy(*tensors, *(ctx.settings, options))
-            return *gradients(ctx, chunks, chunks.replaced(coefficients), len(layer)), *none
+            chunks, needed = CrossEntropy(*tensors, ctx.settings, options), ctx.needs_input_grad[:5]
+            return *gradients(ctx, chunks, chunks.replaced(coefficients), needed), *none
 
 
 def run(
@@ -102,12 +103,11 @@ def run(
 
 
 def gradients(
-    ctx: Any, chunks: Chunks, replaced: Iterable[Chunk], count: int = 3
+    ctx: Any, chunks: Chunks, replaced: Iterable[Chunk], needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Returns those of input, weight and bias, and with a ``count`` of 5 of ``low`` and
-    ``low_weight``, or steps the weight's rows, in the backward of a node whose first inputs these
-    are. ``replaced``: chunks with gradients in place of logits."""
-    needed = ctx.needs_input_grad[:count]
+    """Returns those of input, weight, bias, ``low`` and ``low_weight`` that are ``needed``, or
+    steps the weight's rows, in the backward of a node whose first inputs these are. ``replaced``:
+    chunks with gradients in place of logits."""
     rows = _begin_rows(ctx.settings) if needed[_WEIGHT] else None
     return chunks.gradients(replaced, needed, rows)
 

@@ -315,4 +315,5 @@ class _Kl(torch.autograd.Function):
                 return *head.differentiable(ctx, results, student, [grad]), *none
             pair = _Pair(student, teacher, *ctx.rest)
             chunks = pair.replaced(grad, *ctx.saved_tensors[6:])
-            return *head.gradients(ctx, pair.student, chunks), *none
+            needed = *ctx.needs_input_grad[:3], False, False
+            return *head.gradients(ctx, pair.student, chunks, needed)[:3], *none
