@@ -52,8 +52,9 @@ def linear_cross_entropy(
         linear_weight: ``(C, in_features)``, of the C classes.
         target: class indices, or probabilities of the classes.
         low_rank: ``(low, b)``, of shapes ``(N, r)`` and ``(C, r)``: ``linear(low, b)`` is added to
-            the logits, as by an adapter, whose ``low`` is ``scale * linear(input, a)``. Both have
-            gradients, whole ones; ``linear_weight`` may be frozen.
+            the logits, as by an adapter of rank r, whose ``low`` is ``scale * linear(input, a)``.
+            Both have gradients, in their own dtypes; products are of the logits' dtype. Where
+            ``linear_weight`` is frozen, its gradient is not computed.
         linear_bias, weight, reduction, ignore_index, label_smoothing: as in torch.
         options: accepted and not used: those of torch are about chunks of tokens.
         softcap: logits are ``softcap * tanh(logits / softcap)``, as in Gemma. None: they stay.
@@ -136,9 +137,7 @@ def _loss_of(
     check_tensors(input=input, linear_weight=linear_weight, target=target)
     _check_tokens(input, target)
     given = check(input, linear_weight, target, linear_bias)
-    low, low_weight = low_rank or (None, None)
-    if low is not None and low_weight is not None:
-        check_low_rank(low, low_weight, input, linear_weight)
+    low, low_weight = check_low_rank(low_rank, input, linear_weight)
     has_probabilities = tuple(target.shape) == given
     if has_probabilities and ignore_index is not None:
         raise RuntimeError("ignore_index cannot be specified when target contains probabilities")
@@ -209,7 +208,16 @@ def _check_tokens(input: Tensor, target: Tensor) -> None:
         )
 
 
-def check_low_rank(low: Tensor, low_weight: Tensor, input: Tensor, weight: Tensor) -> None:
+def check_low_rank(
+    given: Any, input: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Returns its two tensors; two None where there is none."""
+    if given is None:
+        return None, None
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        kind = type(given).__name__
+        raise TypeError(f"low_rank must be a pair of tensors or None, got {kind}")
+    low, low_weight = given
     check_tensors(**{"low_rank[0]": low, "low_rank[1]": low_weight})
     shapes = tuple(low.shape), tuple(low_weight.shape)
     if (
@@ -233,6 +241,7 @@ def check_low_rank(low: Tensor, low_weight: Tensor, input: Tensor, weight: Tenso
             "low_rank must have floating-point tensors of 16 bits or more, got "
             f"{low.dtype} and {low_weight.dtype}"
         )
+    return low, low_weight
 
 
 def check_softcap(name: str, softcap: float | None) -> None:

@@ -51,12 +51,12 @@ class Head(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: Any, grad_entropy: Tensor | None
     ) -> Any:
-        tensors: Any
-        *tensors, coefficients = ctx.saved_tensors
-        layer, (target, weight) = tensors[:5], tensors[5:]
+        input, linear_weight, linear_bias, low, low_weight, *others = ctx.saved_tensors
+        layer = input, linear_weight, linear_bias, low, low_weight
+        target, weight, coefficients = others
         options: Options = ctx.options
         none = (None,) * 5
-        with torch.autocast(layer[0].device.type, enabled=False):
+        with torch.autocast(input.device.type, enabled=False):
             if torch.is_grad_enabled():
 
                 def results(*cast: Any) -> list[Tensor | None]:
@@ -79,7 +79,8 @@ class Head(torch.autograd.Function):
             if grad_entropy is not None:  # its gradient is -p * (log(p) + entropy)
                 coefficients[4] = -grad_entropy
                 coefficients[2] -= grad_entropy * entropy[0]
-            chunks, needed = CrossEntropy(*tensors, ctx.settings, options), ctx.needs_input_grad[:5]
+            chunks = CrossEntropy(*layer, target, weight, ctx.settings, options)
+            needed = ctx.needs_input_grad[:5]
             return *gradients(ctx, chunks, chunks.replaced(coefficients), needed), *none
 
 

@@ -78,9 +78,8 @@ def linear_log_probs(
     rows, linear_bias = scaled(
         input.reshape(target.numel(), input.shape[-1]), linear_bias, 1 / temperature
     )
-    if low_rank is not None:
-        low, low_weight = low_rank
-        check_low_rank(low, low_weight, input, linear_weight)
+    low, low_weight = check_low_rank(low_rank, input, linear_weight)
+    if low is not None and low_weight is not None:
         low, _ = scaled(low.reshape(target.numel(), low.shape[-1]), None, 1 / temperature)
         low_rank = low, low_weight
     found = loss_of(

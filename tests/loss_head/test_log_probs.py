@@ -309,34 +309,3 @@ def test_no_tensor_of_tokens_and_classes():
     found = peak(ours)
     assert plain > 2 * logits
     assert found < logits // 4 + 3 * w.nbytes
-
-
-@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "temperature": 0.7}], ids=str)
-def test_a_low_rank_product_is_added_to_the_logits(options, frozen):
-    x, w, t = problem(24, 16, 700, torch.float64)
-    w.requires_grad_(not frozen)
-    g = torch.Generator().manual_seed(3)
-    a, b = (torch.randn(*s, generator=g).double().requires_grad_() for s in ((4, 16), (700, 4)))
-    wanted = (x, a, b) if frozen else (x, a, b, w)
-    right = by_torch(x, w + b @ a, t, **options)
-    found = ms.linear_log_probs(
-        x, w, t, low_rank=(x @ a.t(), b), chunk_size=256, **EVERYTHING, **options
-    )
-    torch.testing.assert_close(found, right)
-    totals = [v[0].sum() + v[1].square().sum() - v[3].sum() for v in (found, right)]
-    torch.testing.assert_close(*[torch.autograd.grad(total, wanted) for total in totals])
-
-
-def test_a_low_rank_product_twice_and_wrong_ones():
-    x, w, t = problem(3, 4, 300, torch.float64)
-    low, b = torch.randn(3, 2).double().requires_grad_(), torch.randn(300, 2).double()
-
-    def found(x, low, b):
-        return ms.linear_log_probs(x, w.detach(), t, low_rank=(low, b), return_entropy=True)
-
-    tensors = x, low, b.requires_grad_()
-    assert torch.autograd.gradcheck(found, tensors, fast_mode=True)
-    assert torch.autograd.gradgradcheck(found, tensors, fast_mode=True)
-    with pytest.raises(ValueError, match=r"low_rank must have shapes.*got \(3, 2\) and \(299, 2\)"):
-        found(x, low, b[:299])
