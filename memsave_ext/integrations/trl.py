@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
+import inspect
+import threading
+import types
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..loss_head import lm_heads
 from ..loss_head.function import check_chunk_size, loss_of
-from ..loss_head.log_probs import mean_logits, scaled
+from ..loss_head.log_probs import mean_logits, scaled_layer
 
-_UTILS, _NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
+_UTILS, _NAME, _ADD = "trl.trainer.utils", "_ChunkedLogProbFunction", "add_fused_lm_head"
+_TRAINERS = [f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "kto", "grpo", "rloo")]
+_ADAPTED = "BaseTunerLayer"  # what these ask a head for, and refuse
+
+_running = threading.local()  # its `head`: of the model that runs with TRL's head
 
 
 def patch_lm_head(*, chunk_size: int | None = None, debug: bool = False) -> PatchedLMHead:
@@ -24,7 +34,8 @@ def patch_lm_head(*, chunk_size: int | None = None, debug: bool = False) -> Patc
     in backward where ``Adam(in_backward=True)`` owns it, and the weight has no whole gradient; on
     CPUs it takes less time and memory. Losses, entropies with their gradients, mean logits and
     token accuracies are TRL's but for their last bits. It is of the whole process, of trainers that
-    are there already, too.
+    are there already, too. Trainers that are made after it train LoRA adapters on the head, which
+    TRL alone refuses.
 
     Args:
         chunk_size, debug: as in :func:`linear_cross_entropy`.
@@ -54,11 +65,69 @@ class PatchedLMHead:
                 f"patch_lm_head: TRL {version} has no {_UTILS}.{_NAME}, which 1.16 computes its "
                 "log-probabilities with"
             )
-        setattr(self._utils, _NAME, LMHead(chunk_size, debug))
+        trainers: list[Any] = []
+        if importlib.util.find_spec("peft") is not None:
+            trainers = [importlib.import_module(name) for name in _TRAINERS]
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._replace(self._utils, _NAME, LMHead(chunk_size, debug))
+        add = _with_adapters(getattr(self._utils, _ADD), self._utils)
+        self._replace(self._utils, _ADD, add)
+        for module in trainers:
+            self._replace(module, _ADD, add)
+            self._replace(module, _ADAPTED, _Refused)
+
+    def _replace(self, module: Any, name: str, by: Any) -> None:
+        self._replaced.append((module, name, getattr(module, name)))
+        setattr(module, name, by)
 
     def remove(self) -> None:
-        """Let TRL's trainers use TRL's head again."""
-        setattr(self._utils, _NAME, self._theirs)
+        """Let TRL's trainers use TRL's head again. Those that train adapters on the head cannot go
+        on, with an error."""
+        for module, name, theirs in self._replaced:
+            setattr(module, name, theirs)
+
+
+class _AsksWhy(type):
+    def __instancecheck__(cls, head: Any) -> bool:
+        adapted = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
+        return isinstance(head, adapted) and bool(lm_heads.why_not(head))
+
+
+class _Refused(metaclass=_AsksWhy):
+    """Stands for peft's class of adapted layers: those that this head does not compute with."""
+
+
+def _with_adapters(theirs: Any, utils: Any) -> Any:
+    """Returns TRL's function that gives a model its head, which here knows the model's own."""
+
+    @functools.wraps(theirs)
+    def add_fused_lm_head(model: Any, *args: Any, **options: Any) -> None:
+        given = inspect.signature(theirs).bind(model, *args, **options).arguments
+        if given.get("cast_lm_head_to_fp32") and lm_heads.has_lora(model.get_output_embeddings()):
+            raise ValueError(
+                "patch_lm_head: cast_lm_head_to_fp32=True is not possible with adapters on the "
+                "head: leave it out of target_modules"
+            )
+        theirs(model, *args, **options)
+        with_head = model.forward.__func__
+
+        @functools.wraps(with_head)
+        def forward(of: Any, *args: Any, **options: Any) -> Any:
+            head = of.get_output_embeddings() if options.get("fused_lm_head") else None
+            if lm_heads.has_lora(head) and not isinstance(getattr(utils, _NAME), LMHead):
+                raise RuntimeError(
+                    "patch_lm_head: TRL's head would ignore the adapters on this model's; do not "
+                    "call remove() before training ends"
+                )
+            before, _running.head = getattr(_running, "head", None), head
+            try:
+                return with_head(of, *args, **options)
+            finally:
+                _running.head = before
+
+        model.forward = types.MethodType(forward, model)
+
+    return add_fused_lm_head
 
 
 class LMHead:
@@ -99,19 +168,26 @@ class LMHead:
             "chunk_size": self._chunk_size,
         }
 
-        def layer(factor: float) -> tuple[Tensor, Tensor | None, float | None]:
-            """Returns an input, a bias and a cap that make logits times ``factor``."""
-            cap = final_logit_softcapping
-            rows, own_bias = scaled(hidden, bias, logit_scale * factor)
-            return rows, own_bias, None if cap is None else cap * factor
+        low_rank = None
+        head = getattr(_running, "head", None)
+        if lm_heads.has_lora(head):
+            if why := lm_heads.why_not(head):
+                raise RuntimeError(f"patch_lm_head: the model {why}")
+            _, bias, low_rank = lm_heads.layer_of(head, hidden)
 
-        rows, own_bias, cap = layer(1 / temperature)
+        def layer(factor: float) -> tuple[Tensor, dict[str, Any]]:
+            """Returns an input and what else makes logits times ``factor``."""
+            rows, own_bias, low = scaled_layer(hidden, bias, low_rank, logit_scale * factor)
+            cap = final_logit_softcapping
+            cap = None if cap is None else cap * factor
+            return rows, {"linear_bias": own_bias, "low_rank": low, "softcap": cap}
+
+        rows, more = layer(1 / temperature)
         found = loss_of(
             rows,
             weight,
             targets,
-            linear_bias=own_bias,
-            softcap=cap,
+            **more,
             return_lse=squares,
             return_predicted="is_top1" in outputs,
             return_entropy="entropy" in outputs,
@@ -121,14 +197,12 @@ class LMHead:
         of_squares = means = is_top1 = None
         with torch.no_grad():
             if squares and found.lse is not None:
-                rows, own_bias, twice = layer(2 / temperature)
-                more: Any = {"linear_bias": own_bias, "softcap": twice, **options}
-                lse = loss_of(rows, weight, targets, return_lse=True, **more).lse
+                twice, of_twice = layer(2 / temperature)
+                lse = loss_of(twice, weight, targets, return_lse=True, **of_twice, **options).lse
                 assert lse is not None
                 of_squares = lse - 2 * found.lse
             if "mean_logits" in outputs:
-                rows, own_bias, cap = layer(1 / temperature)
-                means = mean_logits(rows, weight, own_bias, cap)
+                means = mean_logits(rows, weight, **more)
             if found.predicted is not None:
                 is_top1 = found.predicted == targets
         return -found.loss, found.entropy, of_squares, means, is_top1

@@ -75,13 +75,8 @@ def linear_log_probs(
             f"{tuple(target.shape)}"
         )
     check_temperature(temperature)
-    rows, linear_bias = scaled(
-        input.reshape(target.numel(), input.shape[-1]), linear_bias, 1 / temperature
-    )
-    low, low_weight = check_low_rank(low_rank, input, linear_weight)
-    if low is not None and low_weight is not None:
-        low, _ = scaled(low.reshape(target.numel(), low.shape[-1]), None, 1 / temperature)
-        low_rank = low, low_weight
+    check_low_rank(low_rank, input, linear_weight)
+    rows, linear_bias, low_rank = scaled_layer(input, linear_bias, low_rank, 1 / temperature)
     found = loss_of(
         rows,
         linear_weight,
@@ -104,22 +99,31 @@ def linear_log_probs(
 
 @torch.no_grad()
 def mean_logits(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, softcap: float | None
+    input: Tensor,
+    linear_weight: Tensor,
+    *,
+    linear_bias: Tensor | None,
+    low_rank: tuple[Tensor, Tensor] | None,
+    softcap: float | None,
 ) -> Tensor:
     """Returns (N), the mean of each token's logits over the classes, in float32 at least. Capped
     ones are computed in chunks; the mean of others is the product with the mean row."""
     wide = torch.promote_types(input.dtype, torch.float32)
     if softcap is None:
         with torch.autocast(input.device.type, enabled=False):
-            of_bias = 0.0 if linear_bias is None else linear_bias.mean(dtype=wide)
-            return input.to(wide) @ linear_weight.mean(0, dtype=wide) + of_bias
+            total = input.to(wide) @ linear_weight.mean(0, dtype=wide)
+            if linear_bias is not None:
+                total += linear_bias.mean(dtype=wide)
+            if low_rank is not None:
+                total += low_rank[0].to(wide) @ low_rank[1].mean(0, dtype=wide)
+            return total
     tokens, classes = shape_of_chunk(
         len(input), linear_weight.shape, linear_weight.is_cuda, _OF_CAPPED
     )
     settings = Settings(logits_dtype(input), classes, tokens, in_region=False, debug=False)
     total = input.new_zeros(len(input), dtype=wide)
     with torch.autocast(input.device.type, enabled=False):
-        for chunk in Chunks(input, linear_weight, linear_bias, settings):
+        for chunk in Chunks(input, linear_weight, linear_bias, settings, *(low_rank or ())):
             capped = torch.tanh(chunk.logits.to(wide) / softcap)
             total[chunk.tokens] += softcap * capped.sum(1)
     return total / len(linear_weight)
@@ -135,3 +139,15 @@ def scaled(input: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Te
     if scale == 1:
         return input, bias
     return input * scale, None if bias is None else bias * scale
+
+
+def scaled_layer(
+    input: Tensor, bias: Tensor | None, low_rank: tuple[Tensor, Tensor] | None, scale: float
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+    """Returns the same of a whole layer, as rows of one token each."""
+    tokens = input.shape[:-1].numel()
+    rows, bias = scaled(input.reshape(tokens, input.shape[-1]), bias, scale)
+    if low_rank is not None:
+        low, low_weight = low_rank
+        low_rank = scaled(low.reshape(tokens, low.shape[-1]), None, scale)[0], low_weight
+    return rows, bias, low_rank

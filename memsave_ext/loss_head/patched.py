@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..remat.recorder import unrecorded
+from . import lm_heads
 from .function import loss_of
-from .log_probs import mean_logits, scaled
+from .log_probs import mean_logits, scaled_layer
 from .reference import Found
 
 OUTPUTS = (
@@ -55,6 +56,7 @@ class Call:
     """One forward of the model with labels, or of a replica of it, which has a head of its own."""
 
     hidden: Tensor | None = None  # what the head was given
+    layer: lm_heads.Layer | None = None  # what the head was then
     probe: Tensor | None = None  # what the head gave: not its logits
     labels: Tensor | None = None  # that the forward was not given
     loss = False  # whether it was computed
@@ -143,10 +145,6 @@ def names_in_forward(model: Any) -> set[str]:
     return {name for code in codes if code is not None for name in code.co_names}
 
 
-def _is_adapted(head: Any) -> bool:
-    return isinstance(getattr(head, "base_layer", None), nn.Module)
-
-
 class Patched:
     """What a patch has changed; :meth:`remove` restores it."""
 
@@ -156,14 +154,11 @@ class Patched:
         given, model = model, _unwrapped(model)
         self._name = f"{self._who}: {type(model).__name__}"
         head = _head_of(model)
-        if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-            adapted = " with adapters: leave it out of target_modules" if _is_adapted(head) else ""
-            raise TypeError(
-                f"{self._name} has no plain nn.Linear as its output embeddings, got "
-                f"{type(head).__name__}{adapted}"
-            )
-        if isinstance(getattr(vars(head).get("forward"), "__self__", None), Patched):
-            raise RuntimeError(f"{self._name} is patched already")
+        if why := lm_heads.why_not(head):
+            raise TypeError(f"{self._name} {why}")
+        for layer in (head, getattr(head, "base_layer", None)):
+            if isinstance(getattr(vars(layer or head).get("forward"), "__self__", None), Patched):
+                raise RuntimeError(f"{self._name} is patched already")
         self._model, self._head, self._options = model, head, options
         self._refuse()
         self._signature = inspect.signature(model.forward)
@@ -206,7 +201,12 @@ class Patched:
         with_labels = model.training and given.get("labels") is not None
         replica: Any = None if model is self._model else model  # of DataParallel
         if with_labels or replica is not None:
-            head = self._head if replica is None else _head_of(replica)
+            head = _head_of(model)
+            if head is not self._head and replica is None:
+                raise RuntimeError(
+                    f"{self._name} has another head than when it was patched: call remove(), and "
+                    "patch it again"
+                )
             call = self._calls[threading.get_ident()] = Call(head, with_labels)
             return self._arguments(model, call, given) if with_labels else None
         return None
@@ -229,13 +229,19 @@ class Patched:
         return self._finished(call, output)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def _run_head(self, hidden: Tensor) -> Tensor:
+    def _run_head(self, hidden: Tensor, **options: Any) -> Tensor:
         call = self._calls.get(threading.get_ident())
         if call is None or not call.with_labels:
-            return nn.Linear.forward(self._head if call is None else call.head, hidden)
+            head: Any = self._head if call is None else call.head
+            logits: Tensor = type(head).forward(head, hidden, **options)
+            return logits
         if call.hidden is not None:
             raise self._error("calls its head more than once in a forward")
-        call.hidden = hidden
+        if why := lm_heads.why_not(call.head):  # of adapters that are active now
+            raise RuntimeError(f"{self._name} {why}")
+        if options:
+            raise self._error(f"gives its head {', '.join(options)} besides hidden states")
+        call.hidden, call.layer = hidden, lm_heads.layer_of(call.head, hidden)
         call.of_probe.enter_context(unrecorded())  # later steps have another one
         classes = self._head.weight.shape[0]
         if self._form is None and _has_values(hidden):
@@ -256,15 +262,16 @@ class Patched:
         each of them predicts. ``logits``: what the model has made of the head's numbers."""
         form, options = self._check(call, logits), self._options
         call.of_probe.close()
-        assert call.hidden is not None
-        hidden = call.hidden.reshape(-1, call.hidden.shape[-1])
-        hidden, bias = scaled(hidden, call.head.bias, form.scale)
+        assert call.hidden is not None and call.layer is not None
+        weight, bias, low_rank = call.layer
+        hidden, bias, low_rank = scaled_layer(call.hidden, bias, low_rank, form.scale)
         target = labels.reshape(-1).to(hidden.device)
         found = loss_of(
             hidden,
-            call.head.weight,
+            weight,
             target,
             linear_bias=bias,
+            low_rank=low_rank,
             reduction="none",
             ignore_index=ignore_index,
             softcap=form.softcap,
@@ -278,7 +285,9 @@ class Patched:
         counted = target != ignore_index
         mean = None
         if "mean_logits" in options.outputs:
-            mean = mean_logits(hidden.detach(), call.head.weight, bias, form.softcap)
+            mean = mean_logits(
+                hidden, weight, linear_bias=bias, low_rank=low_rank, softcap=form.softcap
+            )
         call.outputs = self._named(found, mean, target, counted, labels.shape)
         losses = found.loss
         if options.z_loss and found.lse is not None:

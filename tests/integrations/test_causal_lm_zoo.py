@@ -314,14 +314,3 @@ def test_peft(options):
         ms.patch_causal_lm(wrapped.get_base_model())
     patch.remove()
     assert step(wrapped)[0].logits is not None
-
-
-def test_peft_on_the_head_is_refused():
-    peft = library("peft")
-    config = peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")
-    model = made("llama", SIZES)
-    ms.patch_causal_lm(model)
-    with pytest.raises(TypeError, match="no plain nn.Linear as its output embeddings"):
-        ms.patch_causal_lm(peft.get_peft_model(made("llama", SIZES), config))
-    with pytest.raises(RuntimeError, match="takes a part of its logits, or adds to them"):
-        step(peft.get_peft_model(model, config))
