@@ -103,7 +103,9 @@ def _with_adapters(theirs: Any, utils: Any) -> Any:
     @functools.wraps(theirs)
     def add_fused_lm_head(model: Any, *args: Any, **options: Any) -> None:
         given = inspect.signature(theirs).bind(model, *args, **options).arguments
-        if given.get("cast_lm_head_to_fp32") and lm_heads.has_lora(model.get_output_embeddings()):
+        head = model.get_output_embeddings()
+        if given.get("cast_lm_head_to_fp32") and lm_heads.has_lora(head):
+            vars(head).pop("forward", None)  # TRL's, which would ignore them
             raise ValueError(
                 "patch_lm_head: cast_lm_head_to_fp32=True is not possible with adapters on the "
                 "head: leave it out of target_modules"

@@ -1,5 +1,8 @@
 """TRL's trainers with the loss head: what they log, and what their head returns."""
 
+import importlib
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +15,11 @@ EVERYTHING = "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"
 
 
 def by_torch(x, w, b, t, temperature, cap, scale):
-    logits = F.linear(x, w, b).double() * scale
+    return of_logits(F.linear(x, w, b).double(), t, temperature, cap, scale)
+
+
+def of_logits(logits, t, temperature, cap, scale):
+    logits = logits * scale
     if cap is not None:
         logits = cap * torch.tanh(logits / cap)
     log_p = (logits / temperature).log_softmax(-1)
@@ -143,8 +150,9 @@ LOGGED = {
 MEASURED = "time", "per_second"
 
 
-def logged(trl, kind, options):
-    """Returns what a run of three steps logs, and the trained weights."""
+def logged(trl, kind, options, of=None):
+    """Returns what a run of three steps logs, and the trained weights; of a model that is given, or
+    of another one with a reference model."""
     config = getattr(trl, f"{kind}Config")(
         output_dir="out", use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
         per_device_train_batch_size=2, max_steps=3, logging_steps=1, learning_rate=1e-3, bf16=False,
@@ -153,11 +161,11 @@ def logged(trl, kind, options):
     more = {}
     if kind == "GRPO":
         more["reward_funcs"] = lambda completions, **_: [float(len(c) % 5) for c in completions]
-    of = model()
-    if kind == "DPO":
+    if kind == "DPO" and of is None:
         more["ref_model"] = model()
         with torch.no_grad():
             more["ref_model"].lm_head.weight.mul_(0.9)
+    of = of or model()
     trainer = getattr(trl, f"{kind}Trainer")(
         of, args=config, train_dataset=rows(kind), processing_class=tokenizer(), **more
     )
@@ -196,6 +204,103 @@ def test_trainers_log_and_learn_the_same(trl, kind, monkeypatch):
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
     torch.testing.assert_close(trained, weights, rtol=1e-3, atol=1e-4)
+
+
+# ---- adapters on the head -----------------------------------------------------------------------
+
+
+def adapted(**options):
+    peft = library("peft")
+    of = model()
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], **options)
+    of = peft.get_peft_model(of, config)
+    with torch.no_grad():
+        for name, p in of.named_parameters():
+            if "lora_B" in name:  # else the adapters add nothing at first
+                p.copy_(0.3 * torch.randn(p.shape))
+    return of
+
+
+class ByLogits:
+    """Stands for the autograd Function of TRL's head; computes with the logits of a model's."""
+
+    def __init__(self, of):
+        self.head, self.calls = of.get_base_model().lm_head, 0
+
+    def apply(self, x, w, b, t, temperature, size, cap=None, scale=1.0, outputs=()):
+        self.calls += 1
+        found = of_logits(self.head(x).double(), t, temperature, cap, scale)
+        logits = [value.float() if value.is_floating_point() else value for value in found]
+        return logits[0], *(v if n in outputs else None
+                            for n, v in zip(EVERYTHING, logits[1:], strict=True))  # fmt: skip
+
+
+NOTHING = type("Nothing", (), {})
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_trainers_train_adapters_on_the_head(trl, kind, monkeypatch):
+    """As they would with the plain model's logits, which they do not have. DPO's reference is the
+    model with its adapters disabled."""
+    of = adapted()
+    by_logits = ByLogits(of)
+    with monkeypatch.context() as m:
+        name = f"trl.trainer.{kind.lower()}_trainer"
+        m.setattr(importlib.import_module(name), "BaseTunerLayer", NOTHING)
+        m.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", by_logits)
+        expected, weights = logged(trl, kind, OPTIONS[kind], of)
+    assert by_logits.calls
+    patch = ms.integrations.trl.patch_lm_head()
+    try:
+        of = adapted()
+        before = of.get_base_model().lm_head.lora_B["default"].weight.detach().clone()
+        found, trained = logged(trl, kind, OPTIONS[kind], of)
+    finally:
+        patch.remove()
+    after = of.get_base_model().lm_head.lora_B["default"].weight
+    assert not torch.equal(after, before) and LOGGED[kind] <= {*found[0]}
+    assert len(found) == len(expected) > 3
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
+    torch.testing.assert_close(trained, weights, rtol=1e-3, atol=1e-4)
+
+
+def test_adapters_that_are_refused(trl):
+    def trainer(of, kind="SFT", **options):
+        config = getattr(trl, f"{kind}Config")(
+            output_dir="out", use_cpu=True, report_to=[], bf16=False, **options
+        )
+        more = {"reward_funcs": lambda completions, **_: [0.0]} if kind == "GRPO" else {}
+        return getattr(trl, f"{kind}Trainer")(
+            of, args=config, train_dataset=rows(kind), processing_class=tokenizer(), **more
+        )
+
+    with pytest.raises(ValueError, match="PEFT adapter to `lm_head` is not supported"):
+        trainer(adapted())
+    patch = ms.integrations.trl.patch_lm_head()
+    try:
+        with pytest.raises(ValueError, match="PEFT adapter to `lm_head` is not supported"):
+            trainer(adapted(use_dora=True))
+        with pytest.raises(ValueError, match="cast_lm_head_to_fp32=True is not possible with adap"):
+            trainer(of := adapted(), "GRPO", cast_lm_head_to_fp32=True)
+        assert "forward" not in vars(of.get_base_model().lm_head)
+        made = trainer(adapted())
+        ids = torch.randint(3, 300, (2, 7))
+        given = {"input_ids": ids, "labels": ids, "fused_lm_head": True}
+        with_adapters = made.model(**given).loss
+        torch.testing.assert_close(with_adapters, made.model(input_ids=ids, labels=ids).loss)
+        with made.model.disable_adapter():
+            torch.testing.assert_close(
+                made.model(**given).loss, model()(input_ids=ids, labels=ids).loss
+            )
+        assert set(inspect.signature(made.model.get_base_model().forward).parameters) >= {"labels"}
+    finally:
+        patch.remove()
+    with pytest.raises(RuntimeError, match="TRL's head would ignore the adapters"):
+        made.model(**given)
+    with pytest.raises(ValueError, match="PEFT adapter to `lm_head` is not supported"):
+        trainer(adapted())
 
 
 def test_patched_twice_and_other_versions(trl, monkeypatch):
