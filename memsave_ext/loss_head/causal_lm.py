@@ -34,7 +34,7 @@ def patch_causal_lm(
             ``model.get_output_embeddings()`` returns the head, may scale them by a number and cap
             them by tanh, and computes their loss by ``model.loss_function``, as the models of
             transformers do, those for images and text, too. May be wrapped by peft or
-            ``torch.compile``.
+            ``torch.compile``; the head may have LoRA adapters of peft, active, disabled or merged.
         z_loss: times the square of the log-sum-exp of a token's logits is added to its loss.
         outputs: names of what the model's output has besides, where the loss is without logits.
             ``"token_losses"``: in float32, 0 where a label is ignored, without the z-loss.
@@ -51,10 +51,12 @@ def patch_causal_lm(
         An object whose ``remove()`` undoes it.
 
     Raises:
-        TypeError: the model has no linear head, or computes another loss.
+        TypeError: the model has no linear head, other adapters on it, such as DoRA's, or computes
+            another loss.
         ValueError: ``z_loss`` is negative or not finite, or ``outputs`` has another name.
         RuntimeError: it is patched already. In the first forward: the model does something else to
-            its logits, or scales them by what is trained.
+            its logits, or scales them by what is trained. In any: the head has been replaced, or
+            an adapter that is no plain LoRA has become active.
     """
     return PatchedCausalLM(model, checked_options(z_loss, outputs, chunk_size, debug))
 

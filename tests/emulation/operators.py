@@ -31,7 +31,9 @@ TESTS = ["emulation/sanitized_kernels.py"]
 TESTS += [f"batch_norm/test_batch_norm{name}.py" for name in BATCH_NORM]
 TESTS += [f"adam/test_adam{name}.py" for name in ADAM]
 TESTS += [f"adam/test_{name}.py" for name in ("sgd", "lion", "sgd_lion_modes")]
-TESTS += [f"loss_head/test_{name}.py" for name in ("loss", "loss_autograd", "operators")]
+TESTS += [
+    f"loss_head/test_{name}.py" for name in ("loss", "loss_autograd", "low_rank", "operators")
+]
 
 
 def main() -> None:

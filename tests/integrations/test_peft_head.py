@@ -10,6 +10,7 @@ from helpers import assert_equal
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext import _native
 from memsave_ext.loss_head import chunks, lm_heads
 
 LIBRARIES = ["transformers", "peft"]
@@ -333,7 +334,9 @@ def test_memory():
             model(input_ids=ids, labels=ids).loss.backward()
         peaks.append(t.peak)
     logits = ids.numel() * 4096 * 4
-    assert peaks[0] > 3 * logits and peaks[1] < logits / 4
+    assert peaks[0] > 3 * logits
+    # The fallback's kernels have several tensors of a chunk.
+    assert peaks[1] < logits / (2 if _native.module is None else 4)
 
 
 def test_what_is_a_head():

@@ -49,6 +49,26 @@ def test_beside_float64(options, dtype, device):
 
 
 @on_every_device
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64], ids=str)
+@pytest.mark.parametrize("tokens", [33, 2100], ids=["one block", "blocks"])
+def test_a_low_rank_product_beside_float64(tokens, dtype, device):
+    """On CUDA 2100 tokens of narrow layers are cut into blocks."""
+    x, weight, target = problem(device, dtype, tokens)
+    weight.requires_grad_(False)
+    a = (torch.randn(4, 24) / 5).to(device, dtype).requires_grad_()
+    b = torch.randn(1003, 4).to(device, dtype).requires_grad_()
+    tensors = [v.detach().cpu().double().requires_grad_() for v in (x, a, b)]
+    logits = F.linear(tensors[0], weight.cpu().double() + tensors[2] @ tensors[1])
+    right = F.cross_entropy(logits, target.cpu())
+    right = right, *torch.autograd.grad(right, tensors)
+    loss = ms.linear_cross_entropy(x, weight, target, low_rank=(F.linear(x, a), b))
+    found = loss, *torch.autograd.grad(loss, (x, a, b))
+    bound = max(4 * torch.finfo(dtype).eps, 1e-12 if dtype == torch.float64 else 2e-6)
+    for f, e in zip(found, right, strict=True):
+        assert (f.detach().cpu().double() - e).norm() <= bound * e.norm()
+
+
+@on_every_device
 @pytest.mark.parametrize(
     "kernel", [k for k in kernels.KERNELS if k.part == "loss_head"], ids=lambda k: k.what
 )

@@ -250,8 +250,11 @@ def test_no_tensor_of_tokens_and_classes():
         return ms.linear_cross_entropy(x, w, t, low_rank=low_rank(x, a, b))
 
     assert peak(theirs) > 3 * logits
-    # Chunks of two fifths of the weight, gradients of x and b, and what x's is summed in.
-    assert peak(ours) < 0.4 * w.nbytes + 2 * x.nbytes + 2 * b.nbytes + 2**18 < logits / 4
+    found = peak(ours)
+    assert found < logits / 4
+    if _native.module is not None:  # the fallback's kernels have several tensors of a chunk
+        # Chunks of two fifths of the weight, gradients of x and b, and what x's is summed in.
+        assert found < 0.4 * w.nbytes + 2 * x.nbytes + 2 * b.nbytes + 2**18
 
 
 WRONG = {
