@@ -270,6 +270,35 @@ def test_an_optimizer_that_steps_in_backward():
     assert runs[0] == pytest.approx(runs[1], rel=1e-6) and runs[0][2] < runs[0][0]
 
 
+@pytest.mark.skipif(_native.module is None, reason="remat records natively")
+def test_within_a_budget_of_remat():
+    model = adapted(lora_dropout=0.2)
+    ms.patch_causal_lm(model)
+    expected, theirs = gradients(model)
+    handle = ms.remat_module(model, budget=0.01)
+    for _ in range(3):
+        output, found = gradients(model)
+        assert output.logits is None
+        assert_equal([output.loss, *found.values()], [expected.loss, *theirs.values()])
+    handle.remove()
+
+
+def test_compiled():
+    model = adapted(lora_dropout=0.2)
+    ms.patch_causal_lm(model)
+    expected, theirs = gradients(model)
+    compiled = torch.compile(model, backend="eager")
+    torch.manual_seed(2)
+    model.zero_grad()
+    output = compiled(input_ids=IDS, labels=LABELS)
+    output.loss.backward()
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, expected.loss)
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, theirs[name], rtol=1e-9, atol=1e-12)
+
+
 def test_heads_that_are_refused():
     with pytest.raises(TypeError, match="'default' .* not plain LoRA .DoraLinearVariant.: leave"):
         ms.patch_causal_lm(adapted(use_dora=True))
