@@ -689,14 +689,16 @@ MISTAKES = [
         "csrc/plan/move.cpp",
         "while (!leaving.empty() && linger() > room) {",
         "while (!MISTAKE && !leaving.empty() && linger() > room) {",
-        ("remat/test_move_plan.py::test_simulation_is_exact",),
+        (
+            "remat/test_move_plan.py::test_what_leaves_slowly_is_waited_for_where_its_memory_is_needed",
+        ),
     ),
     Mistake(
         "copies back begin where there is no room for them",
         "csrc/plan/move.cpp",
         "return memory + bytes <= level_; };",
         "return MISTAKE || memory + bytes <= level_; };",
-        ("remat/test_move_plan.py::test_simulation_is_exact",),
+        ("remat/test_move_plan.py::test_plans_are_a_frontier_that_holds",),
     ),
     Mistake(
         "a plan that runs an operator many times is as good as another",
@@ -717,7 +719,7 @@ MISTAKES = [
         "csrc/plan/search.cpp",
         "if (is_faster && !too_often_ && fits()) {",
         "if (is_faster && !too_often_ && (MISTAKE || fits())) {",
-        ("remat/test_plan.py::test_long_chains_are_planned_in_bounded_time",),
+        ("remat/test_move_plan.py::test_plans_are_a_frontier_that_holds",),
     ),
     Mistake(
         "the fastest plan is taken, whatever the budget",
