@@ -249,7 +249,7 @@ void Block::decide(const std::shared_ptr<Content>& content) {
     if (auto other = relying.lock()) contents.push_back(std::move(other));
   }
   for (size_t i = contents.size(); i-- > 0;) route_again(contents[i], freed, contents);
-  if (gives_way_ && content->call) give_later(content);
+  if (content->call && (gives_way_ || choice.may_drop_later)) drop_later(content);
   const bool needs_call =
       verdict == Verdict::kDropped || content->relied_on || choice.may_drop_later || gives_way_;
   if (!needs_call) {  // it is kept, so that no chain of calls needs to go further back
@@ -298,25 +298,12 @@ void Block::route_again(const std::shared_ptr<Content>& content, Freed& freed,
   }
 }
 
-// Drops what was kept where there is no plan and the budget is exceeded. What is recomputed for a
-// content on its route stays until backward has used it, so that what saves little beside that is
-// kept, and routes end there. From the oldest on, so that what a route comes from is settled.
-void Block::make_room(int64_t excess) {
-  Freed freed;
-  const std::vector<std::shared_ptr<Content>> candidates = step_->candidates();
-  for (const auto& content : candidates) {
-    if (excess <= 0) return;
-    const std::lock_guard<Lock> lock(contents_mutex());
-    if (!content->call || content->state() != State::kKept || content->pins > 0) continue;
-    excess -= drop_late(content, true, freed, freed);
-  }
-}
-
 // Drops a content that was kept. Returns how many bytes that saves, 0 where it stays. The caller
 // holds contents_mutex().
 int64_t Block::drop_late(const std::shared_ptr<Content>& content, bool only_short, Freed& freed,
                          Freed& locked) {
   constexpr int64_t kMostAgain = 10;  // times the bytes that are saved
+  if (!content->call || content->is_lost() || (only_short && content->pins > 0)) return 0;
   Route route = route_to(*content, locked);
   const int64_t bytes = content->bytes - route.more_bytes;
   if (!route.possible || bytes <= 0) return 0;
@@ -345,45 +332,53 @@ void Block::settle_moves(const Content* opened) {
 }
 
 // The caller holds contents_mutex().
-void Block::give_later(const std::shared_ptr<Content>& content) {
-  if (gives_.size() >= sweep_gives_at_) {
+void Block::drop_later(const std::shared_ptr<Content>& content) {
+  if (later_.size() >= sweep_later_at_) {
     const auto is_gone = [](const auto& weak) { return weak.expired(); };
-    gives_.erase(std::remove_if(gives_.begin(), gives_.end(), is_gone), gives_.end());
-    sweep_gives_at_ = std::max<size_t>(1024, 2 * gives_.size());
+    later_.erase(std::remove_if(later_.begin(), later_.end(), is_gone), later_.end());
+    sweep_later_at_ = std::max<size_t>(1024, 2 * later_.size());
   }
-  gives_.push_back(content);
+  later_.push_back(content);
+}
+
+// The one rule for what is dropped after it was decided on, for a budget without a plan as for an
+// allocator that has no memory left. From the oldest on, so that what a route comes from is
+// settled. With kShort, what others are recomputed from stays, and so do routes that recompute
+// much: that is in memory until backward has used it.
+Block::Dropped Block::drop_oldest(c10::Device device, int64_t enough, Gives what) {
+  std::vector<std::shared_ptr<Content>> seen;  // destroyed without the mutex, as what follows
+  Freed freed, locked;
+  Dropped dropped;
+  const std::lock_guard<Lock> lock(contents_mutex());
+  for (const auto& weak : later_) {
+    if (dropped.bytes >= enough) break;
+    const std::shared_ptr<Content> content = weak.lock();
+    if (!content) continue;
+    seen.push_back(content);
+    if (!content->held_by_block_alone() || content->held->device() != device) continue;
+    int64_t bytes = 0;
+    if (what == Gives::kRecomputed && content->has_come_back()) {
+      bytes = content->bytes;
+      freed.push_back(content->give_up_again());
+    } else if (what != Gives::kRecomputed && content->state() == State::kKept) {
+      bytes = drop_late(content, what == Gives::kShort, freed, locked);
+    }
+    dropped.bytes += bytes;
+    dropped.contents += bytes > 0;
+  }
+  return dropped;
 }
 
 int64_t Block::give_way(c10::Device device, int64_t enough, Gives what) {
-  std::vector<std::shared_ptr<Content>> seen;  // destroyed without the mutex, as what follows
-  Freed freed, locked;
-  int64_t bytes = 0;
+  const Dropped dropped = drop_oldest(device, enough, what);
+  if (dropped.bytes == 0) return 0;
   {
     const std::lock_guard<Lock> lock(contents_mutex());
-    for (const auto& weak : gives_) {
-      if (bytes >= enough) break;
-      const std::shared_ptr<Content> content = weak.lock();
-      if (!content) continue;
-      seen.push_back(content);
-      if (!content->held_by_block_alone() || content->held->device() != device) continue;
-      int64_t given = 0;
-      const bool can_be_dropped =
-          content->state() == State::kKept && content->call && !content->is_lost();
-      if (content->has_come_back() && what == Gives::kRecomputed) {
-        given = content->bytes;
-        freed.push_back(content->give_up_again());
-      } else if (can_be_dropped && what != Gives::kRecomputed) {
-        given = drop_late(content, what == Gives::kShort, freed, locked);
-      }
-      bytes += given;
-      tally_.bytes_given_back += given;
-      tally_.contents_given_back += given > 0;
-    }
+    tally_.bytes_given_back += dropped.bytes;
+    tally_.contents_given_back += dropped.contents;
   }
-  if (bytes == 0) return 0;
-  freed.clear();
   if (step_) step_->gave_way(device);
-  return bytes;
+  return dropped.bytes;
 }
 
 void Block::enter_module(int32_t number) {
@@ -697,7 +692,7 @@ void Block::end(Recording& recording, const at::RecordFunction& function) {
   if (!step_) return;
   const int64_t excess =
       step_->ended(is_traced ? &call : nullptr, recording.began, std::move(recording.device_time));
-  if (excess > 0) make_room(excess);
+  if (excess > 0) drop_oldest(budget_->device, excess, Gives::kShort);
 }
 
 void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, int64_t element) {

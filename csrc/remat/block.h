@@ -136,10 +136,13 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   void take_route(const std::shared_ptr<Content>& content, Route route);
   void route_again(const std::shared_ptr<Content>& content, Freed& freed,
                    std::vector<std::shared_ptr<Content>>& contents);
-  void make_room(int64_t excess);
   int64_t drop_late(const std::shared_ptr<Content>& content, bool only_short, Freed& freed,
                     Freed& locked);
-  void give_later(const std::shared_ptr<Content>& content);
+  void drop_later(const std::shared_ptr<Content>& content);
+  struct Dropped {
+    int64_t bytes = 0, contents = 0;
+  };
+  Dropped drop_oldest(c10::Device device, int64_t enough, Gives what);
   void let_go();
   void move_out();
   void settle_moves(const Content* opened = nullptr);
@@ -168,9 +171,9 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   // Why what is needed could not be copied before an operator wrote it. Guarded, as what follows,
   // by contents_mutex().
   std::exception_ptr copy_failed_;
-  // What it can give back, the oldest first.
-  std::vector<std::weak_ptr<Content>> gives_;
-  size_t sweep_gives_at_ = 1024;  // size of gives_ at which those that are gone are removed
+  // What may be dropped after it was decided on, the oldest first.
+  std::vector<std::weak_ptr<Content>> later_;
+  size_t sweep_later_at_ = 1024;  // size of later_ at which those that are gone are removed
   Block* outer_ = nullptr;
   int pauses_ = 0;
   at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;

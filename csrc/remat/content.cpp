@@ -136,7 +136,10 @@ bool Content::is_let_go() const {
 }
 
 bool Content::held_by_block_alone() const {
-  return held && held.use_count() == 1 && held->resizable() && !held->pyobj_slot()->load_pyobj();
+  if (!held || !held->resizable()) return false;
+  const bool has_object = held->pyobj_slot()->load_pyobj() != nullptr;
+  if (held->device().is_meta()) return held.use_count() == (has_object ? 2u : 1u);  // as above
+  return held.use_count() == 1 && !has_object;
 }
 
 c10::intrusive_ptr<c10::StorageImpl> Content::give_up() {

@@ -677,19 +677,6 @@ int64_t Step::excess() const {
   return live <= most ? 0 : live - most + bytes_ / 10;
 }
 
-std::vector<std::shared_ptr<Content>> Step::candidates() {
-  std::vector<std::shared_ptr<Content>> found;
-  const std::lock_guard<Lock> lock(mutex_);
-  const std::lock_guard<Lock> contents(contents_mutex());
-  for (const auto& weak : contents_) {
-    auto content = weak.lock();
-    if (content && content->is_alone && content->state() == State::kKept) {
-      found.push_back(std::move(content));
-    }
-  }
-  return found;
-}
-
 void Step::check() const {
   if (!budget_.strict) return;
   const std::lock_guard<Lock> lock(mutex_);

@@ -95,8 +95,6 @@ class Step {
   void must_keep(const Content& content);
   // Throws torch's OutOfMemoryError where the budget is strict and the plan exceeds it.
   void check() const;
-  // Contents that were kept and that only the block holds, the oldest first.
-  std::vector<std::shared_ptr<Content>> candidates();
 
   // What a plan that moves contents asks for now, in forward or where a content was opened first.
   struct Moves {

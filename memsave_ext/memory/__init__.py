@@ -5,7 +5,7 @@ from ..predict.fit import fit
 from ..predict.fits import Fit, Fits, fits
 from ..predict.footprint import Footprint, footprint
 from ..predict.predict import PredictedStep, predict
-from .account import Region, Step, TensorAtPeak, Timeline
+from .account import Growth, Region, Step, TensorAtPeak, Timeline
 from .compare import Comparison, compare
 from .events import CATEGORIES, PHASES
 from .snapshot import plot_snapshot
@@ -20,6 +20,7 @@ __all__ = [
     "Fit",
     "Fits",
     "Footprint",
+    "Growth",
     "PredictedStep",
     "Region",
     "Step",

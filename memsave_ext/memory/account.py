@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .events import CATEGORIES, PHASES
+from .holders import Holder
 from .log import Record
 
 _THERE = 2  # in the column of changes: the block lived already when a part of the record began
@@ -97,6 +98,32 @@ class Region:
     saved_bytes: int
     seconds: float
     phase: str = "recompute"
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Memory that several training steps have made and none has freed. What is not known is empty.
+
+    Attributes:
+        bytes: of all of it.
+        tensors: how many tensors it is.
+        steps: in how many steps they were made.
+        shape: of the one that was made last.
+        held_by: what has that one, as a Python expression and where that stands, such as
+            ``losses[11] in train(), train.py:31``; or the graph that has it saved for backward.
+        category, phase, module, line, operator: as of :class:`TensorAtPeak`, of all of them.
+    """
+
+    bytes: int
+    tensors: int
+    steps: int
+    shape: tuple[int, ...]
+    held_by: str
+    category: str
+    phase: str
+    module: str
+    line: str
+    operator: str
 
 
 @dataclass(frozen=True)
@@ -200,6 +227,45 @@ class Account:
         rows = (lives > 0).nonzero().flatten()
         order = self._record.blocks[rows, 0].argsort(descending=True, stable=True)
         return [self._tensor(int(row)) for row in rows[order[:n]]]
+
+    def growth(self, n: int, holders_of: Callable[[list[int]], dict[int, Holder]]) -> list[Growth]:
+        """Returns the ``n`` largest groups, of one maker each, of what steps have left behind.
+
+        Of a maker that has something from three steps at least, the first of which is in the first
+        half of those that have ended: a queue or a cache has some of the latest ones alone.
+        """
+        record = self._record
+        made_by: dict[tuple[TensorAtPeak, int], list[tuple[int, int, int]]] = {}
+        for row, address, step in record.alive.tolist():
+            if 0 <= step < record.steps:
+                tensor = self._tensor(row)
+                name = int(record.blocks[row, 3])
+                maker = replace(tensor, bytes=0), name
+                made_by.setdefault(maker, []).append((step, address, tensor.bytes))
+        grown = [
+            (sum(size for *_, size in made), maker, made)
+            for (maker, _), made in made_by.items()
+            if len({step for step, *_ in made}) >= 3 and 2 * min(made)[0] < record.steps
+        ]
+        grown.sort(key=lambda each: -each[0])
+        latest = [max(made)[1] for _, _, made in grown[:n]]
+        holders = holders_of(latest) if latest else {}
+        unknown = Holder((), "")
+        return [
+            Growth(
+                bytes=size,
+                tensors=len(made),
+                steps=len({step for step, *_ in made}),
+                shape=holders.get(address, unknown).shape,
+                held_by=holders.get(address, unknown).text,
+                category=maker.category,
+                phase=maker.phase,
+                module=maker.module,
+                line=maker.line,
+                operator=maker.operator,
+            )
+            for (size, maker, made), address in zip(grown, latest, strict=False)
+        ]
 
     def _tensor(self, row: int) -> TensorAtPeak:
         size, category, phase, name, module = self._record.blocks[row].tolist()

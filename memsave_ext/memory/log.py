@@ -7,6 +7,7 @@ are read as they happen or, of native trackers, later, many at once.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -60,6 +61,9 @@ class Record:
         blocks: int64 ``[blocks, 5]``: bytes; category; phase that made it; number of its name, -1
             without; module, -1 without.
         regions: what was recomputed: phase, module, calls, saved bytes, seconds.
+        alive: int64 ``[alive, 3]``, of what lives now: row of ``blocks``; address; training step
+            that made it, -1 where it was there before.
+        steps: how many training steps have ended.
         origins: by row of ``blocks``, where they are known.
     """
 
@@ -67,6 +71,8 @@ class Record:
     moved: Tensor
     blocks: Tensor
     regions: list[tuple[int, int, int, int, float]]
+    alive: Tensor
+    steps: int
     origins: dict[int, Origin]
 
     def stack(self, block: int) -> list[tuple[str, int, str]]:
@@ -113,6 +119,7 @@ class Log:
         self._place: tuple[int, int, int] | None = None
         self._place_of = 0, 0, 0
         self._step = 0
+        self._begins = [0]  # by training step, the row of its first block
         self._number = 0  # of the next part
         self._parts: list[_Part] = []
         self._acts: dict[int, Callable[[Any], object]] = {
@@ -161,8 +168,19 @@ class Log:
             (*key, region.calls, region.saved_bytes, region.nanoseconds * 1e-9)
             for key, region in sorted(self._threads.regions.items())
         ]
-        blocks = _table(self._blocks)
-        return Record(torch.cat(changes), torch.cat(moved), blocks, regions, dict(self._origins))
+        alive = [
+            (block, address, -1 if maker == _BEFORE else bisect_right(self._begins, block) - 1)
+            for address, (block, _, _, maker) in self._live.items()
+        ]
+        return Record(
+            changes=torch.cat(changes),
+            moved=torch.cat(moved),
+            blocks=_table(self._blocks),
+            regions=regions,
+            alive=torch.tensor(alive, dtype=torch.int64).view(-1, 3),
+            steps=self._step,
+            origins=dict(self._origins),
+        )
 
     def _allocated(self, event: Event) -> None:
         _, _, _, _, _, address, size, total = event
@@ -238,6 +256,7 @@ class Log:
 
     def _end_step(self, event: Event) -> None:
         self._step += 1
+        self._begins.append(len(self._blocks) // _COLUMNS)
         self._threads.end_step()
         self._begin_part(event[3])
 
@@ -308,7 +327,9 @@ class Log:
         used = {block for block, *_ in self._live.values()}
         for part in self._parts:
             used.update(part.rows[_BLOCK::_COLUMNS])
-        new = {block: number for number, block in enumerate(sorted(used - {-1}))}
+        rows = sorted(used - {-1})
+        new = {block: number for number, block in enumerate(rows)}
+        self._begins = [bisect_left(rows, block) for block in self._begins]
         old = self._blocks
         self._blocks = array("q")
         for block in new:
@@ -318,8 +339,8 @@ class Log:
         self._origins = {new[b]: origin for b, origin in self._origins.items() if b in new}
         new[-1] = -1
         for part in self._parts:
-            rows = part.rows[_BLOCK::_COLUMNS]
-            part.rows[_BLOCK::_COLUMNS] = array("q", [new[block] for block in rows])
+            blocks = part.rows[_BLOCK::_COLUMNS]
+            part.rows[_BLOCK::_COLUMNS] = array("q", [new[block] for block in blocks])
 
 
 def _table(values: array[int]) -> Tensor:

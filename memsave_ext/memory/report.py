@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,7 +15,7 @@ import torch
 from .._version import __version__
 from ..shared.checks import check_count
 from ..shared.table import format_bytes, format_seconds, print_table
-from .account import Region, TensorAtPeak, Timeline
+from .account import Growth, Region, TensorAtPeak, Timeline
 from .events import CATEGORIES, PHASES
 from .figures import Figures
 from .series import thin
@@ -30,12 +30,19 @@ _RECOMPUTED = {
 _STEPS = 12  # more steps than this are summed up as least, median and most
 
 
-def print_report(track: Figures, *, top: int = 10, file: TextIO | None = None) -> None:
+def print_report(
+    track: Figures,
+    *,
+    top: int = 10,
+    growth: Callable[[int], Sequence[Growth]] = lambda n: (),
+    file: TextIO | None = None,
+) -> None:
     """Prints what the peak was made of, its largest tensors, what was recomputed, and steps.
 
     Args:
         track: what was tracked.
         top: how many tensors, modules and regions to list at most.
+        growth: returns so many groups, at most, of what steps have left behind.
         file: where to print; None for ``sys.stdout``.
 
     Raises:
@@ -51,6 +58,7 @@ def print_report(track: Figures, *, top: int = 10, file: TextIO | None = None) -
         _print_tensors(track, peak, top, file)
     for phase in _RECOMPUTED:
         _print_regions(track, phase, top, file)
+    _print_growth(growth(top), file)
     if track.steps and track.timed:
         _print_steps(track, file)
 
@@ -84,6 +92,19 @@ def _print_tensors(track: Figures, peak: int, top: int, file: TextIO | None) -> 
     if sums:
         columns = ["module", "line", "at the peak", "share", "tensors"]
         _print_filled("Where the tensors at the peak were made", columns, sums, file)
+
+
+def _print_growth(growth: Sequence[Growth], file: TextIO | None) -> None:
+    rows = [
+        (
+            format_bytes(g.bytes), g.tensors, g.steps, g.category, str(list(g.shape)), g.module,
+            g.operator, g.line, g.held_by,
+        )
+        for g in growth
+    ]  # fmt: skip
+    names = ["memory", "tensors", "steps", "category", "shape", "module", "operator", "line"]
+    names.append("the latest is")
+    _print_filled("Made in several steps and never freed", names, rows, file)
 
 
 def _origin(tensor: TensorAtPeak) -> tuple[str, str, str, str]:

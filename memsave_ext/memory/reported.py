@@ -6,6 +6,7 @@ import os
 from typing import Any, TextIO
 
 from ..shared.table import Text, as_text
+from .account import Growth
 from .figures import Figures, untracked
 from .pictures.timeline import plot_track
 from .report import as_json, print_report
@@ -19,12 +20,16 @@ class Reported(Figures):
         regions, and :meth:`remedies`. It is also printed to ``file`` if given."""
 
         def write(text: TextIO) -> None:
-            print_report(self, top=top, file=text)
+            print_report(self, top=top, growth=self._growth, file=text)
             for sentence in self.remedies():
                 print(f"\n{sentence}", file=text)
 
         with untracked():
             return as_text(write, file)
+
+    def _growth(self, n: int) -> list[Growth]:
+        """What several steps have left behind: nothing, of one that was predicted."""
+        return []
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Draws the timeline: live bytes by category, the phases, the peak.

@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 
 from ..shared.checks import check_allocator
 from ..shared.modules import Modules
+from .account import Growth
 from .figures import make_tracker, untracked
+from .holders import holders_of
 from .hooks import Hooks, Names
 from .reported import Reported
 from .snapshot import save_snapshot
@@ -46,6 +48,21 @@ class Track(Reported):
         super().__init__(tracker, device, modules, names)
         self.stacks = stacks
         self._hooks = Hooks(self._tracker, model, modules, optimizers, names)
+
+    def growth(self, n: int = 10) -> list[Growth]:
+        """Returns the ``n`` largest groups of tensors that three training steps or more have made
+        and none has freed, and what holds them: a list of losses with their graphs, an attribute.
+
+        Call it where they are held, in the block or soon after it: it looks through all objects of
+        the process, for a second or more. What a list or a cache had before the block is not
+        counted; what it has grown by is. With ``stacks=True`` it says which line made them.
+        """
+        if n < 0:
+            raise ValueError(f"n must not be negative, got {n}")
+        with untracked():
+            return self._account().growth(n, holders_of)
+
+    _growth = growth
 
     def snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes torch's snapshot of the CUDA device's memory.

@@ -366,6 +366,49 @@ def test_of_transformers(tmp_path):
         )
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("adapters", [False, True])
+def test_trainers_save_and_resume(tmp_path, adapters):
+    from libraries import library
+
+    transformers = library("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=128, n_head=2, vocab_size=512)
+    rows = torch.randint(512, (20, 8), generator=torch.Generator().manual_seed(1))
+
+    def build():
+        torch.manual_seed(1)
+        return transformers.GPT2LMHeadModel(config)
+
+    def trained(model, folder, **resumed):
+        if adapters:  # the weights are frozen, and only read
+            peft = library("peft")
+            torch.manual_seed(2)
+            # peft makes them in memory: they are small.
+            model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["c_attn", "c_fc"]))
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / folder), use_cpu=True, report_to=[], disable_tqdm=True,
+            save_strategy="steps", save_steps=3, logging_steps=1, per_device_train_batch_size=2,
+            max_steps=5, seed=3,
+        )  # fmt: skip
+        data = [{"input_ids": row, "labels": row} for row in rows]
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
+        trainer.train(**resumed)
+        return model, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+    plain, losses = trained(build(), "plain")
+    assert len(losses) == 5
+    handle = ms.weights_on(build, tmp_path)
+    there = handle.nbytes
+    model, found = trained(handle.model, "elsewhere")
+    assert found == losses and there > 1 << 20 and handle.nbytes == there
+    assert_same(model, plain)
+    again = ms.weights_on(build, tmp_path)
+    checkpoint = str(tmp_path / "elsewhere" / "checkpoint-3")
+    model, found = trained(again.model, "resumed", resume_from_checkpoint=checkpoint)
+    assert found == losses and again.nbytes == there
+    assert_same(model, plain)
+
+
 # ---- the handle ----
 
 

@@ -167,6 +167,23 @@ def test_a_slow_bus_is_left_to_what_takes_longer():
         assert math.isfinite(both[1])
 
 
+def test_what_leaves_slowly_is_waited_for_where_its_memory_is_needed():
+    number, size, seconds, out = 40, 1 << 20, 1e-3, 1e8  # a copy out takes ten operators' time
+    trace = layers(number, size, seconds)
+    # Nothing can be recomputed.
+    contents = [(*content[:1], -1, *content[2:]) for content in trace.contents]
+    calls = [Call(seconds, [i], [], []) for i in range(number)]
+    trace = Trace(contents, calls, trace.moments, number)
+    plans = plans_of(trace, out, 1e18)
+    assert len(plans) > 10
+    for (peak, _, decisions), waiting, _ in plans:
+        moved = sum(c[0] for c, d in zip(contents, decisions, strict=True) if d >= MOVE)
+        # At the end of the forward all the rest is there, and what may linger within the peak.
+        gone = number * size - peak
+        assert moved >= gone
+        assert waiting >= gone / out - number * (seconds + 1e-4)
+
+
 class _Sized:
     def __init__(self, size):
         self.bytes = size

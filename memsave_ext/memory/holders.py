@@ -1,0 +1,253 @@
+"""Says what of a Python program holds memory: a variable, an attribute, an element of a list."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import CellType, FrameType, FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..shared.tensors import dense_parts, plain_tensors
+
+_FARTHEST = 8  # objects, at most, from a tensor to what has a name
+_OWN = __name__.partition(".")[0] + "."
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A tensor's shape, and in words where the program has it."""
+
+    shape: tuple[int, ...]
+    text: str
+
+
+def holders_of(addresses: Iterable[int]) -> dict[int, Holder]:
+    """Returns, by address, who holds the memory that begins there, as far as it is found.
+
+    Memory of a tensor that Python has is held by what refers to the tensor; other memory by the
+    graph of a tensor that has it saved for backward. The search looks at all objects of the
+    process, some ten times for each address, but for those that ``gc.freeze()`` has set aside.
+    """
+    wanted = set(addresses)
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    known: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        for address in _addresses(tensor, wanted):
+            known.setdefault(address, []).append(tensor)
+    ours = {id(tensors), *map(id, known.values())}
+    found = {}
+    for address, views in known.items():
+        for tensor in views:
+            # To one that a graph alone has nothing refers, though it is still an object of Python.
+            if address not in found and (place := _place_of(tensor, ours)):
+                found[address] = Holder(tuple(tensor.shape), place)
+    del known
+    saved = _saved_by(tensors, wanted - found.keys())
+    ours = {id(tensors), id(saved), *map(id, saved.values())}
+    for address in saved:
+        shape, root = saved[address]
+        of = f"a tensor of shape {list(root.shape)}"
+        found[address] = Holder(shape, f"graph of {of}: {_place_of(root, ours)}")
+    return found
+
+
+def _addresses(tensor: Tensor, wanted: set[int]) -> list[int]:
+    """Returns those of ``wanted`` where memory of the tensor begins."""
+    try:
+        parts = [part for plain in plain_tensors(tensor) for part in dense_parts(plain)]
+        found = [part.untyped_storage().data_ptr() for part in parts]
+    except (RuntimeError, NotImplementedError):  # of a fake one, or of another backend
+        return []
+    return [address for address in found if address in wanted]
+
+
+def _saved_by(
+    tensors: Iterable[Tensor], wanted: set[int]
+) -> dict[int, tuple[tuple[int, ...], Tensor]]:
+    """Returns, by address, the shape of what a graph has saved there, and a tensor of that graph.
+
+    Of several tensors it is the one that was computed last, as the sum of all losses.
+    """
+    roots = [tensor for tensor in tensors if wanted and tensor.grad_fn is not None]
+    roots.sort(key=lambda tensor: -tensor.grad_fn._sequence_nr())  # type: ignore[union-attr]
+    found: dict[int, tuple[tuple[int, ...], Tensor]] = {}
+    seen: set[Any] = {None}
+    for root in roots:
+        pending: list[Any] = [root.grad_fn]
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            pending.extend(following for following, _ in node.next_functions)
+            for tensor in _saved_in(node):
+                for address in _addresses(tensor, wanted):
+                    found.setdefault(address, (tuple(tensor.shape), root))
+    return found
+
+
+def _saved_in(node: Any) -> Iterator[Tensor]:
+    """Yields what a node has saved, or what hooks have made of it, which are not called."""
+    for name in dir(node):
+        if not name.startswith("_raw_saved_"):
+            continue
+        try:
+            saved = getattr(node, name)
+            each = saved if isinstance(saved, (list, tuple)) else (saved,)
+            values = [value.data for value in each if value is not None]
+        except RuntimeError:  # a backward has freed it
+            continue
+        yield from plain_tensors(values)
+
+
+@dataclass
+class _Step:
+    """An object on the way from a tensor to a name.
+
+    Attributes:
+        path: from the object to the tensor, as Python would write it behind the object's name.
+        key: of a dict, what stands before ``path``, an attribute's name or a key, as is seen later;
+            of a function's closure, the number of the variable.
+    """
+
+    object: Any
+    path: str
+    key: Any = None
+
+    def below(self, owner: Any = None) -> str:
+        if not isinstance(self.object, dict):
+            return self.path
+        if getattr(owner, "__dict__", None) is self.object or isinstance(owner, type):
+            return f".{self.key}{self.path}"
+        return f"[{self.key!r}]{self.path}"
+
+
+def _place_of(tensor: Tensor, ours: set[int]) -> str:
+    """Returns where a program has a tensor: the nearest name, or the way as far as it is known;
+    "" where nothing refers to it but ``ours``."""
+    level = [_Step(tensor, "")]
+    ours = {*ours, id(tensor)}
+    farthest = ""
+    for _ in range(_FARTHEST):
+        if (name := _name_of_variable(level)) is not None:
+            return name
+        ours |= {id(level), *(id(step) for step in level), *(id(vars(step)) for step in level)}
+        above: list[_Step] = []
+        referrers = gc.get_referrers(*(step.object for step in level))
+        while referrers:
+            referrer = referrers.pop()
+            if id(referrer) in ours or _is_frame_of_ours(referrer):
+                continue
+            ours.add(id(referrer))
+            for step in level:
+                if (name := _name_at(referrer, step)) is not None:
+                    return name
+                if (next_step := _step_to(referrer, step)) is not None:
+                    above.append(next_step)
+                    break
+        if not above:
+            break
+        level = above
+        kind = type(level[0].object).__name__
+        farthest = f"{level[0].below()} of a {kind}" if level[0].below() else f"a {kind}"
+    return farthest
+
+
+def _is_frame_of_ours(referrer: Any) -> bool:
+    if not isinstance(referrer, FrameType):
+        return False
+    return str(referrer.f_globals.get("__name__")).startswith(_OWN)
+
+
+def _name_of_variable(level: list[_Step]) -> str | None:
+    """Returns the name of a local variable of a function that runs now, on any thread."""
+    frames: list[FrameType | None] = list(sys._current_frames().values())
+    try:
+        while frames:
+            if (frame := frames.pop()) is None:
+                continue
+            frames.append(frame.f_back)
+            # A module's variables are its attributes, too.
+            is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+            if not is_function or _is_frame_of_ours(frame):
+                continue
+            if (name := _name_in(frame, level)) is not None:
+                return f"{name} {_in(frame)}"
+        return None
+    finally:
+        frames.clear()  # this function's is one of them
+
+
+def _name_in(frame: FrameType, level: list[_Step]) -> str | None:
+    local = frame.f_locals
+    try:
+        for step in level:
+            for name, value in local.items():
+                if value is step.object:
+                    return f"{name}{step.below()}"
+        return None
+    finally:
+        if sys.version_info < (3, 13):
+            local.clear()  # a copy, which the frame would keep
+
+
+def _in(frame: FrameType) -> str:
+    return f"in {frame.f_code.co_name}(), {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _name_at(referrer: Any, step: _Step) -> str | None:
+    """Returns the name that a referrer gives; None where it has none of its own."""
+    if isinstance(referrer, FrameType):
+        if (name := _name_in(referrer, [step])) is not None:
+            return f"{name} {_in(referrer)}, which a traceback or generator keeps"
+    elif isinstance(referrer, FunctionType):
+        if step.object is referrer.__closure__:
+            name = referrer.__code__.co_freevars[step.key]
+            return f"{name}{step.below()} in the closure of {referrer.__qualname__}()"
+        return f"a default of {referrer.__qualname__}()"
+    elif isinstance(referrer, dict) and isinstance(referrer.get("__name__"), str):
+        module = sys.modules.get(referrer["__name__"])
+        if module is not None and vars(module) is referrer:
+            for name, value in referrer.items():
+                if value is step.object:
+                    return f"{name}{step.below()} of the module {module.__name__}"
+    elif isinstance(referrer, type):
+        return f"{referrer.__qualname__}{step.below(referrer)}"
+    elif isinstance(referrer, nn.Module) and vars(referrer) is step.object:
+        return f"{type(referrer).__name__}{step.below(referrer)}"
+    return None
+
+
+def _step_to(referrer: Any, step: _Step) -> _Step | None:
+    """Returns the way by a referrer without a name of its own."""
+    if isinstance(referrer, dict):
+        for key, value in referrer.items():
+            if value is step.object:
+                return _Step(referrer, step.below(), key)
+        return None
+    if isinstance(referrer, (list, tuple, deque)):
+        index = next((i for i, value in enumerate(referrer) if value is step.object), 0)
+        if isinstance(step.object, CellType):  # a function's closure
+            return _Step(referrer, step.below(), index)
+        return _Step(referrer, f"[{index}]{step.below()}")
+    if isinstance(referrer, (CellType, FrameType)):
+        return _Step(referrer, step.below())
+    if getattr(referrer, "__dict__", None) is step.object:
+        return _Step(referrer, step.below(referrer))
+    for name in _attributes(referrer):
+        if getattr(referrer, name, None) is step.object:
+            return _Step(referrer, f".{name}{step.below()}")
+    return _Step(referrer, step.below())
+
+
+def _attributes(value: Any) -> Iterator[str]:
+    yield from getattr(value, "__dict__", ())
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
