@@ -456,6 +456,13 @@ MISTAKES = [
         "        if block == 0 or MISTAKE:\n            total.zero_()",
         ("loss_head/test_blocks_of_tokens.py::test_loss_and_gradients_are_those_of_all_tokens",),
     ),
+    Mistake(
+        "a merged adapter adds to the logits again",
+        "memsave_ext/loss_head/lm_heads.py",
+        "if head.disable_adapters or head.merged:\n        return []",
+        "if head.disable_adapters or (head.merged and not MISTAKE):\n        return []",
+        ("integrations/test_peft_head.py::test_merged_adapters",),
+    ),
     # ---- memory ----
     Mistake(
         "gradients of before that are freed between forward and backward live on",
