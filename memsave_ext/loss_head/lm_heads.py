@@ -34,12 +34,13 @@ def why_not(head: Any) -> str:
     if is_linear(head):
         return ""
     if has_lora(head):
+        variants = getattr(head, "lora_variant", {})
         for name in _used(head):
-            if name in getattr(head, "lora_variant", ()) or head.use_dora.get(name):
-                kind = type(getattr(head, "lora_variant", {}).get(name, "DoRA")).__name__
+            if name in variants or head.use_dora.get(name):
+                kind = "DoRA" if head.use_dora.get(name) else type(variants[name]).__name__
                 return (
-                    f"has an adapter {name!r} on its output embeddings that is not plain LoRA "
-                    f"({kind}): leave them out of target_modules, or merge it"
+                    f"has an adapter {name!r} on its output embeddings that is not plain LoRA, but "
+                    f"{kind}: leave them out of target_modules, or merge it"
                 )
         return ""
     adapted = ""

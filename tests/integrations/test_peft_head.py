@@ -300,7 +300,7 @@ def test_compiled():
 
 
 def test_heads_that_are_refused():
-    with pytest.raises(TypeError, match="'default' .* not plain LoRA .DoraLinearVariant.: leave"):
+    with pytest.raises(TypeError, match="'default' .* not plain LoRA, but DoRA: leave them out"):
         ms.patch_causal_lm(adapted(use_dora=True))
     model = peft.get_peft_model(plain(), peft.LoHaConfig(target_modules=["lm_head"]))
     with pytest.raises(TypeError, match="nor one with LoRA adapters, got Linear with adapters"):
