@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..predict.applied import Applied, applied_to
+from ..predict.batch import LargerBatches, on_device_of
 from ..predict.fit import check_request, fitted
 from ..predict.techniques import technique_of
 
@@ -40,6 +41,9 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
 
     Args:
         budget, technique, others, verbose, means: as of :func:`memsave_ext.fit`.
+        largest: the largest batch of the training, as ``training_step()`` gets it; the step is
+            predicted with it in place of the first batch. Without it, a UserWarning says where a
+            batch is larger than the first.
         clip_each: whether an optimizer that steps in backward clips each parameter's gradient to
             the norm ``gradient_clip_val``, in place of the norm of all. Otherwise, where the
             Trainer clips, nothing is stepped in backward, and gradients that do not fit lie
@@ -60,6 +64,7 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         budget: str | int,
         *,
         technique: str | None = None,
+        largest: Any = None,
         clip_each: bool = False,
         others: Iterable[nn.Module | Tensor] = (),
         verbose: bool = True,
@@ -71,6 +76,8 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         self._options: dict[str, Any] = {
             "technique": technique, "others": others, "verbose": verbose
         }  # fmt: skip
+        self._largest = largest
+        self._larger: LargerBatches | None = None
         self._clip_each = clip_each
         self._clip_val: float | None = None  # the Trainer's, while the optimizer clips
 
@@ -86,6 +93,8 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
     ) -> None:
         before = applied_to(pl_module)
         if before is not None and any(o is before.optimizer for o in trainer.optimizers):
+            if self._larger is not None:
+                self._larger.look(batch)
             return
         if before is not None:
             before.undo()  # lr_find has trained with another optimizer
@@ -101,11 +110,16 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
             with trainer.precision_plugin.train_step_context():
                 return _loss_of(net, batch, batch_idx)
 
+        is_largest = self._largest is not None
+        predicted = on_device_of(pl_module, self._largest) if is_largest else batch
+        self._larger = LargerBatches(predicted)
+        self._larger.look(batch)
         self.fitted = fitted(
             pl_module,
             optimizer,
-            batch,
+            predicted,
             self._budget,
+            is_largest=is_largest,
             refused=_CLIPS if clips and not each else "",
             micro_batches=trainer.accumulate_grad_batches,
             forward=loss,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.models import ForwardInPlace
 from ..predict.applied import Applied, applied_to, check
-from ..predict.batch import Call
+from ..predict.batch import Call, LargerBatches, check_batch, on_device_of
 from ..predict.fit import check_request, fitted
 from ..predict.techniques import technique_of
 
@@ -48,6 +48,9 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         loss: as of :func:`memsave_ext.fit`; needed where the Trainer computes the loss itself, as
             with ``compute_loss_func`` or ``label_smoothing_factor``.
         technique, means: as of :func:`memsave_ext.fit`.
+        largest: the largest batch of the training, as the model is called with it, a dict of
+            tensors for example; the step is predicted with it in place of the first batch. Without
+            it, a UserWarning says where a batch is larger than the first.
         clip_each: whether an optimizer that steps in backward clips each parameter's gradient to
             the Trainer's ``max_grad_norm``, in place of the norm of all. Otherwise, where the
             Trainer clips, as it does by default, nothing is stepped in backward, and gradients that
@@ -72,6 +75,7 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         *,
         loss: Callable[..., Tensor] | None = None,
         technique: str | None = None,
+        largest: Any = None,
         clip_each: bool = False,
         others: Iterable[nn.Module | Tensor] = (),
         verbose: bool = True,
@@ -83,8 +87,12 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         self._options: dict[str, Any] = {
             "loss": loss, "technique": technique, "others": others, "verbose": verbose
         }  # fmt: skip
+        if largest is not None:
+            check_batch("Fit(largest=)", largest)
+        self._largest = largest
         self._clip_each = clip_each
         self._training: _Training | None = None  # that goes on, or has raised
+        self._watch: Any = None  # a hook on the model
 
     def on_train_begin(
         self,
@@ -115,11 +123,15 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         def at_first_call(call: Call) -> None:
             if self._is_over():
                 return
+            largest = self._largest
+            if largest is not None:
+                largest = on_device_of(model, largest)
             self.fitted = fitted(
                 model,
                 optimizer,
-                call,
+                call if largest is None else largest,
                 self._budget,
+                is_largest=largest is not None,
                 refused=_CLIPS if clips and not self._clip_each else "",
                 micro_batches=args.gradient_accumulation_steps,
                 options={
@@ -129,6 +141,7 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
                 **self._options,
             )
             self._take_clipping(args)
+            self._watch_batches(model, call if largest is None else largest)
 
         _FirstCall(model, {"then": at_first_call}).install()
 
@@ -137,7 +150,20 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         self._training = None
         if self.fitted is not None:
             self.fitted.rest()
+        if self._watch is not None:
+            self._watch.remove()
         _give_clipping_back(args)
+
+    def _watch_batches(self, model: nn.Module, batch: Any) -> None:
+        larger = LargerBatches(batch)
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module.training and torch.is_grad_enabled():
+                larger.look((args, kwargs))
+
+        if self._watch is not None:
+            self._watch.remove()
+        self._watch = model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def _take_clipping(self, args: Any) -> None:
         assert self.fitted is not None

@@ -93,7 +93,7 @@ class Applied:
         self._spare = spare
         # What remat drops follows from times, which were estimated: it may be more, or within a
         # budget less.
-        self._may_be_less = technique.remat or technique.within_budget
+        self.may_be_less = technique.remat or technique.within_budget
         self._may_be_as_much_as = budget if technique.within_budget else 0
         self._others = others
         left = max(budget - others, 1)
@@ -184,7 +184,7 @@ class Applied:
         self.measured = measured
         assert self.predicted is not None
         least, most = (self.predicted * (1 + sign * _TOLERANCE) for sign in (-1, 1))
-        if self._may_be_less:
+        if self.may_be_less:
             least = 0
         if least <= measured <= max(most + self._spare, self._may_be_as_much_as):
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..adam import in_backward
 from ..adam.in_place import options_outside_groups, release, taken_by
@@ -144,10 +145,48 @@ def from_batch(
             f"{type(optimizer).__name__}"
         )
     if forward is None:  # else anything may be
-        _check_batch(who, batch)
+        check_batch(who, batch)
         forward = _forward_of(who, loss)
     others = checked_others(who, others)
     return FromBatch(model, optimizer, batch, forward, who, others, micro_batches, keeps_gradients)
+
+
+class LargerBatches:
+    """Says once where a batch is larger than the one that a step was predicted with.
+
+    Args:
+        batch: that one, of any form.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._most = _elements(batch)  # of its largest tensor, beside which others may come
+        self._said = False
+
+    def look(self, batch: Any) -> None:
+        if self._said or (elements := _elements(batch)) <= self._most:
+            return
+        self._said = True
+        warnings.warn(
+            f"memsave_ext: Fit: a batch has a tensor of {elements:,} elements, and the step was "
+            f"predicted with {self._most:,} at most: it needs more memory. Pass the largest batch, "
+            "Fit(largest=batch), and the step is predicted with that one",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def on_device_of(model: nn.Module, batch: Any) -> Any:
+    """Returns the batch with its tensors where the model's first parameter is."""
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        return batch
+    device = parameter.device
+    return tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, _plain(batch))
+
+
+def _elements(batch: Any) -> int:
+    tensors = (t for t in tree_leaves(_plain(batch)) if isinstance(t, Tensor))
+    return max((t.numel() for t in tensors), default=0)
 
 
 def checked_others(who: str, others: Any) -> list[nn.Module | Tensor]:
@@ -249,7 +288,7 @@ def construct(
     return made
 
 
-def _check_batch(who: str, batch: Any) -> None:
+def check_batch(who: str, batch: Any) -> None:
     """Raises TypeError where no model is called with this."""
     if batch is None:
         raise TypeError(f"{who}: a model needs batch=, which it is called with")

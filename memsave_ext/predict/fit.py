@@ -150,10 +150,12 @@ def fitted(
     place: Offload | None = None,
     options: dict[str, Any],
     timeout: float | None = None,
+    is_largest: bool = False,
 ) -> Applied:
     """As :func:`fit`, for trainers.
 
     Args:
+        is_largest: whether ``batch`` is the largest of the training, most others being smaller.
         refused: why no optimizer may step in backward; empty where it may.
         forward, others, keeps_gradients: as of :func:`from_batch`.
         method, place: as of :meth:`Techniques.apply`.
@@ -211,6 +213,7 @@ def fitted(
             others=found.others, spare=spare, method=method, place=place, **options,
         )  # fmt: skip
         made.evaluation = evaluation
+        made.may_be_less |= is_largest
         made.resume = found.others + _resume_bytes(techniques, model, inside, chosen)
         if verbose:
             print(made, file=sys.stdout)

@@ -13,13 +13,14 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [
     *sorted((DOCS / "adam").glob("*.md")),
     *(DOCS / f"{n}.md" for n in ("checkpoint", "choosing", "chunks", "fits")),
-    *(DOCS / f"{n}.md" for n in ("linear_cross_entropy", "memory", "offload", "remat")),
+    *(DOCS / f"{n}.md" for n in ("linear_cross_entropy", "memory", "offload", "remat", "symptoms")),
 ]
 
 # Pages that run with the native part alone, and why.
 NATIVE = {
     "offload": "what moves is native",
     "remat": "it shows what is native",
+    "symptoms": "remat is in it",
     "fits": "tests/predict has the same in pure Python with smaller models",
 }
 # Run in place of what a page shows, which takes half a minute: as many means are tried.

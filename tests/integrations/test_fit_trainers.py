@@ -5,6 +5,7 @@ import copy
 import gc
 import logging
 import re
+import warnings
 import weakref
 from types import SimpleNamespace
 
@@ -340,6 +341,60 @@ def test_adapters_of_peft(tmp_path, technique):
         assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-4)
     else:
         runs[1].assert_same(runs[0])
+
+
+def let_rows_become_longer(trainer):
+    """The first half of a Trainer's rows has 8 tokens, the second half, which comes later, 32."""
+    for row in trainer.train_dataset[: len(trainer.train_dataset) // 2]:
+        row.update(input_ids=row["input_ids"][:8], labels=row["labels"][:8])
+    in_order = torch.utils.data.SequentialSampler(trainer.train_dataset)
+    trainer._get_train_sampler = lambda *_: in_order
+
+
+def test_the_largest_batch(tmp_path):
+    largest = {"input_ids": torch.zeros(2, 32, dtype=torch.long)}
+    largest["labels"] = largest["input_ids"]
+    predicted, said = {}, {}
+    for name, options in {"first": {}, "largest": {"largest": largest}}.items():
+        callback = fit(technique="as built", **options)
+        run = Run(tmp_path, callback, max_steps=12)
+        let_rows_become_longer(run.trainer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.train()
+        said[name] = [w for w in caught if "memsave_ext" in str(w.message)]
+        predicted[name] = callback.fitted.predicted
+        assert len(run.losses) == 12
+        assert not run.model._forward_pre_hooks
+    assert predicted["largest"] > predicted["first"]
+    assert said["largest"] == []
+    (warning,) = said["first"]
+    assert "of 64 elements, and the step was predicted with 16" in str(warning.message)
+    assert "Fit(largest=batch)" in str(warning.message)
+    with pytest.raises(TypeError, match=r"Fit\(largest=\): batch must be one batch"):
+        fit(largest="all")
+
+
+def test_lightnings_largest_batch():
+    def run(callback):
+        net = Net()
+        trainer = pytorch.Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[callback],
+        )  # fmt: skip
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            batches = [range(n) for n in (8, 8, 8, 32, 32)]
+            trainer.fit(net, torch.utils.data.DataLoader(torch.ones(32, 16), batch_sampler=batches))
+        assert len(net.losses) == 5
+        return [str(w.message) for w in caught if "memsave_ext" in str(w.message)]
+
+    first = lightning_fit(technique="as built")
+    (said,) = run(first)
+    assert "of 512 elements, and the step was predicted with 128 at most" in said
+    callback = lightning_fit(technique="as built", largest=torch.ones(32, 16))
+    assert run(callback) == []
+    assert callback.fitted.predicted > first.fitted.predicted
 
 
 def test_wrong_use(tmp_path):
