@@ -196,6 +196,7 @@ class Recorder {
     figures["others"] = limit.others + block_->step()->before() - known->before;
     figures["made"] = limit.made;
     figures["held"] = limit.held;
+    figures["on_context"] = limit.on_context;
     figures["kept"] = by_maker(trace, limit.kept);
     figures["recomputed"] = by_maker(trace, limit.recomputed);
     std::vector<int32_t> held = limit.kept, logits, rest;

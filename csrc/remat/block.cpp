@@ -454,7 +454,8 @@ void Block::Recording::measure(const std::vector<c10::IValue>& outputs) {
 std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& function) {
   if (current == nullptr) return nullptr;
   const Operator* op = Operator::of(function);
-  if (op == nullptr || op->is_composite || is_cast(*op)) return nullptr;
+  if (op == nullptr) return begin_scope();
+  if (op->is_composite || is_cast(*op)) return nullptr;
   // Most calls are of operators that others call, and that only make something.
   const bool is_below = below_autograd();
   if (is_below && !op->any_writes && !op->is_torch_batch_norm) return nullptr;
@@ -636,6 +637,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
 void Block::on_end(const at::RecordFunction& function, at::ObserverContext* context) {
   auto* recording = static_cast<Recording*>(context);
   if (recording == nullptr) return;
+  if (recording->made) return recording->block->end_scope(*recording);
   if (!recording->call) return recording->block->end_unrecorded(*recording, function);
   recording->measure(function.outputs());
   recording->block->end(*recording, function.outputs());
@@ -657,7 +659,7 @@ void Block::begin_proof(Recording& recording, c10::ArrayRef<const c10::IValue> i
   if (!key || recording.call->op->is_proven(*key)) return;
   // While a graph is captured, nothing can be compared.
   recording.repeatable = !checkpoint::GraphRng::current();
-  if (recording.repeatable) recording.proof.emplace(*key, inputs);
+  if (recording.repeatable) recording.proof = std::make_unique<Proof>(*key, inputs);
 }
 
 void Block::end_proof(Recording& recording, const std::vector<c10::IValue>& outputs) {
@@ -713,9 +715,39 @@ void Block::end_unrecorded(Recording& recording, const at::RecordFunction& funct
   }
   for (const auto& output : function.outputs()) {
     for_tensors(output, [&](const at::Tensor& tensor, int64_t) {
-      if (is_plain(tensor) && table_.find(storage_of(tensor)) == table_.end()) renew(tensor);
+      if (!is_plain(tensor) || table_.find(storage_of(tensor)) != table_.end()) return;
+      const std::shared_ptr<Content>& content = renew(tensor).content;
+      if (!scopes_.empty()) scopes_.back()->made->push_back(content);
     });
   }
+}
+
+// Calls that are no operator's are of autograd.Functions: while one runs its forward, and takes
+// what that returns and saves.
+std::unique_ptr<Block::Recording> Block::begin_scope() {
+  Block* block = active();
+  if (block == nullptr || below_autograd() || !block->sees_results_) return nullptr;
+  if (!block->step_ || block->step_->has_script()) return nullptr;
+  auto scope = std::make_unique<Recording>();
+  scope->block = block;
+  scope->made = std::make_unique<std::vector<std::shared_ptr<Content>>>();
+  block->scopes_.push_back(scope.get());
+  return scope;
+}
+
+// What it made and saved, or made again by its call, is known. The rest is what it returns, which
+// is let go or saved soon, or what lies on its ctx.
+void Block::end_scope(Recording& scope) {
+  scopes_.erase(std::remove(scopes_.begin(), scopes_.end(), &scope), scopes_.end());
+  const auto is_known = [](const std::shared_ptr<Content>& content) {
+    return content->storage.expired() || content->call || content->holders > 0;
+  };
+  auto& made = *scope.made;
+  {
+    const std::lock_guard<Lock> lock(contents_mutex());
+    made.erase(std::remove_if(made.begin(), made.end(), is_known), made.end());
+  }
+  if (!made.empty()) step_->keeps(made);
 }
 
 // Keeps the result of bernoulli_ on the CPU as bits.
@@ -798,7 +830,7 @@ void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, 
     }
   }
   const bool is_statistics = op.is_package_batch_norm && output == 1;
-  std::optional<uint64_t> bits;
+  uint64_t bits = 0;
   const bool has_values = op.is_library && !is_fake(tensor.storage());
   if (has_values && recording.repeatable && tensor.is_cpu()) bits = bits_of(tensor);
   bool waits;

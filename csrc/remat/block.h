@@ -100,8 +100,10 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
     Step::Began began;           // empty without a step
     // The tensors it writes, with their versions before.
     c10::SmallVector<std::pair<at::Tensor, uint32_t>, 2> written;
-    std::vector<Writing> writing;             // the same, until they have new contents
-    std::optional<Proof> proof;               // of a library's operator, where it is due
+    std::vector<Writing> writing;  // the same, until they have new contents
+    // What was made while an autograd.Function runs its forward; null: it is an operator's.
+    std::unique_ptr<std::vector<std::shared_ptr<Content>>> made;
+    std::unique_ptr<const Proof> proof;       // of a library's operator, where it is due
     double begin = 0;                         // by now()
     std::unique_ptr<DeviceTime> device_time;  // null where it is not asked for
 
@@ -132,6 +134,8 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   void begin_write(Recording& recording, const at::Tensor& tensor);
   void end_write(Recording& recording);
   void end(Recording& recording, const std::vector<c10::IValue>& outputs);
+  static std::unique_ptr<Recording> begin_scope();
+  void end_scope(Recording& scope);
   void keep_mask(Recording& recording);
   void end_unrecorded(Recording& recording, const at::RecordFunction& function);
   void note_hidden_writes(const Operator& op, const at::RecordFunction& function);
@@ -171,6 +175,7 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   ska::flat_hash_map<const c10::StorageImpl*, Entry> table_;
   size_t sweep_at_ = 1024;  // size of table_ at which freed storages are removed
   std::shared_ptr<const checkpoint::Settings> settings_;  // of the operator recorded last
+  std::vector<Recording*> scopes_;   // autograd.Functions that run, innermost last
   std::vector<Recording*> running_;  // recorded operators that run, innermost last
   std::thread::id thread_;
   std::vector<int32_t> modules_{kNoModule};

@@ -138,8 +138,8 @@ struct Call {
     int64_t element;    // position in a value that is a list; else -1
     int64_t reference;  // written in place: position of the argument in `references`; else -1
     Geometry geometry;  // of the tensor that was returned
-    // A hash of its values, where they are on the CPU and a library's operator made them.
-    std::optional<uint64_t> bits;
+    // A hash of its values, where they are on the CPU and a library's operator made them; else 0.
+    uint64_t bits = 0;
   };
   c10::SmallVector<Made, 1> made;
 };

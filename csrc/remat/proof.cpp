@@ -34,7 +34,7 @@ uint64_t hash_of(const void* memory, size_t bytes) {
   uint64_t hash = bytes;
   for (; bytes > 0; --bytes, ++at) hash = stirred(hash, static_cast<unsigned char>(*at));
   for (const uint64_t chain : chains) hash = stirred(hash, chain);
-  return hash;
+  return hash | 1;
 }
 
 // The bytes of the storage from a tensor's first one to its last, as a tensor. `before`: so many

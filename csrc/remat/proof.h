@@ -16,7 +16,7 @@
 
 namespace memsave_ext::remat {
 
-// A hash of the memory between a tensor's first byte and its last.
+// A hash of the memory between a tensor's first byte and its last; never 0.
 uint64_t bits_of(const at::Tensor& tensor);
 // Whether bits_of() is only of the tensor's values. Tensors of the host are hashed without a copy.
 bool has_bits(const at::Tensor& tensor);

@@ -183,7 +183,7 @@ class Recomputation {
                               facts_of(made.geometry), facts_of(Geometry::of(tensor)));
     }
     // A library's operator has given the same twice, which says nothing of what it depends on now.
-    if (made.bits && *made.bits != bits_of(tensor)) {
+    if (made.bits != 0 && made.bits != bits_of(tensor)) {
       call.op->has_failed = true;
       checkpoint::throw_error("remat_other_values", call.op->handle.schema().name());
     }

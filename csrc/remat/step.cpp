@@ -188,6 +188,7 @@ void Step::forget() {
   }
   contents_.clear();
   not_let_go_.clear();
+  on_context_.clear();
   sources_.clear();
   calls_.clear();
   curve_.clear();
@@ -245,6 +246,16 @@ std::unique_ptr<DeviceTime> Step::start_time(uint64_t key, at::Device device) {
   const auto is_same = [key](const TimeOfKey& time) { return time.key == key; };
   if (std::count_if(times_.begin(), times_.end(), is_same) >= kMostTimes) return nullptr;
   return DeviceTime::start(device);
+}
+
+void Step::keeps(const std::vector<std::shared_ptr<Content>>& contents) {
+  const std::lock_guard<Lock> lock(mutex_);
+  if (finished_ || script_) return;
+  for (const auto& content : contents) {
+    const auto moment = static_cast<int32_t>(trace_.moments.size());
+    on_context_.push_back({trace_.on_context.size(), content->storage, content});
+    trace_.on_context.push_back({content->bytes, moment});
+  }
 }
 
 void Step::begin_proof() {
@@ -330,7 +341,16 @@ void Step::look_what_is_held(std::optional<int32_t> moment) {
     if (content && content->held) content->set_alone(true);
     return true;
   };
+  const auto is_over = [&](const OnContext& kept) {
+    plan::TraceOnContext& traced = trace_.on_context[kept.number];
+    const auto content = kept.content.lock();
+    if (content && content->number >= 0 && trace_.contents[content->number].saved) traced.bytes = 0;
+    if (kept.storage.expired()) traced.until = *moment;
+    return traced.bytes == 0 || traced.until >= 0;
+  };
   if (moment) {
+    on_context_.erase(std::remove_if(on_context_.begin(), on_context_.end(), is_over),
+                      on_context_.end());
     not_let_go_.erase(std::remove_if(not_let_go_.begin(), not_let_go_.end(), is_let_go),
                       not_let_go_.end());
   }
@@ -437,6 +457,7 @@ void Step::stop() {
   curve_ = {};
   contents_ = {};
   not_let_go_ = {};
+  on_context_ = {};
   sources_ = {};
   fastest_.clear();
   times_.clear();

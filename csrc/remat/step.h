@@ -90,6 +90,8 @@ class Step {
   // the step's peak alone.
   void begin_proof();
   void end_proof();
+  // An autograd.Function that has ended keeps these contents without having saved them yet.
+  void keeps(const std::vector<std::shared_ptr<Content>>& contents);
   // `call`: null where its results cannot be recomputed. `time`: see start_time(). Returns how many
   // bytes are to be freed now, where there is no plan; 0 for none.
   int64_t ended(Call* call, const Began& began, std::unique_ptr<DeviceTime> time);
@@ -189,6 +191,12 @@ class Step {
   std::vector<std::weak_ptr<Content>> contents_;  // by position in trace_.contents
   std::vector<Verdict> verdicts_;                 // likewise
   std::vector<int32_t> not_let_go_;               // positions
+  struct OnContext {
+    size_t number;  // its position in trace_.on_context
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    std::weak_ptr<Content> content;
+  };
+  std::vector<OnContext> on_context_;  // whose memory is there still
   // Positions of those without a call whose memory is there still, with it.
   std::vector<std::pair<int32_t, c10::weak_intrusive_ptr<c10::StorageImpl>>> sources_;
   const std::shared_ptr<int64_t> alone_ = std::make_shared<int64_t>(0);  // see Content::alone

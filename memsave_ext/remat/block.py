@@ -27,7 +27,7 @@ from .budget import (
     device_of,
 )
 from .figures import PLANNED, RematFigures, make_figures, write_moves, write_report
-from .functions import check_pure, install, known_functions
+from .functions import check_pure, tell
 from .limit import Limit, describe_limit, limit_of, warn_of_least, write_limit
 from .offload import Offload, check_offload, most_moved, store_of
 from .picture import draw_budget
@@ -230,8 +230,7 @@ class remat:  # noqa: N801, a context manager is used like a function
             return
         seconds = SECONDS if self._ahead is True else self._ahead
         plan = ahead_of(known_as).plan
-        with ExitStack() as stack:
-            self._tell_of_functions(stack)
+        with tell(self._pure):
             self._measured = plan(module, args, kwargs, self._device, forward, seconds) or ""
 
     def __exit__(
@@ -374,10 +373,7 @@ class remat:  # noqa: N801, a context manager is used like a function
 
         if not isinstance(recorder, NoRecorder):
             self._modules.watch(stack, watchers)
-            self._tell_of_functions(stack)
-
-    def _tell_of_functions(self, stack: ExitStack) -> None:
-        install([*self._pure, *known_functions()], stack)
+            stack.enter_context(tell(self._pure))
 
 
 def _describe(in_forward: bool | None, operator: str, measured: int, foreseen: int) -> str:

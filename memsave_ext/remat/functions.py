@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +27,8 @@ _TENSOR = object()  # stands for one among arguments
 
 def check_pure(who: str, pure: object) -> tuple[type[Function], ...]:
     """Raises TypeError where it is no sequence of classes of autograd.Function."""
+    if pure == ():
+        return ()
     is_list = isinstance(pure, (list, tuple))
     items: Sequence[object] = pure if is_list else (pure,)  # type: ignore[assignment]
     for item in items:
@@ -39,9 +41,20 @@ def check_pure(who: str, pure: object) -> tuple[type[Function], ...]:
     return tuple(items)  # type: ignore[arg-type]
 
 
-def known_functions() -> list[type[Function]]:
-    found = (getattr(sys.modules.get(module), name, None) for module, name in KNOWN)
-    return [f for f in found if isinstance(f, type) and issubclass(f, Function)]
+def tell(pure: tuple[type[Function], ...]) -> AbstractContextManager[object]:
+    """While it lasts, the forwards of these Functions, and of those known, tell blocks of
+    themselves."""
+    loaded = [(sys.modules[module], name) for module, name in KNOWN if module in sys.modules]
+    if not (loaded or pure):
+        return nullcontext()  # this is done twice in every step
+    known = [getattr(module, name, None) for module, name in loaded]
+    stack = ExitStack()
+    try:
+        _install({*pure, *(f for f in known if f is not None)}, stack)
+    except BaseException:
+        stack.close()
+        raise
+    return stack
 
 
 class _Declared:
@@ -93,8 +106,7 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-def install(functions: Iterable[type[Function]], stack: ExitStack) -> None:
-    """Lets the forwards of Functions tell blocks of themselves, until ``stack`` is closed."""
+def _install(functions: Iterable[type[Function]], stack: ExitStack) -> None:
     native: Any = _parts.native("remat")
     for function in functions:
         with _lock:
