@@ -84,6 +84,13 @@ void RngState::forget_unused_capture() {
   if (graph_ && graph_ == GraphRng::current()) graph_.reset();
 }
 
+bool RngState::operator==(const RngState& other) const {
+  const at::mt19937_data_pod a = cpu_.engine.data(), b = other.cpu_.engine.data();
+  return a.left_ == b.left_ && a.next_ == b.next_ && a.seed_ == b.seed_ && a.state_ == b.state_ &&
+         cpu_.next_float == other.cpu_.next_float && cpu_.next_double == other.cpu_.next_double &&
+         graph_ == other.graph_ && cuda_ == other.cuda_;
+}
+
 RngGuard::RngGuard(const RngState& state) {
   const bool captured = state.graph_.has_value();
   const bool capturing = outer_.graph_.has_value();

@@ -59,6 +59,9 @@ class RngState {
   // (Nothing can restore numbers that were drawn in a capture.)
   void forget_unused_capture();
 
+  // Whether no number was drawn between the two.
+  bool operator==(const RngState& other) const;
+
  private:
   friend class RngGuard;
   struct Cpu {

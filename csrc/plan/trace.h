@@ -56,6 +56,13 @@ struct TraceMoment {
   int64_t peak = 0;  // the most since the moment before
 };
 
+// What an autograd.Function has made in its forward and keeps, as on its ctx, without saving it.
+struct TraceOnContext {
+  int64_t bytes = 0;   // 0: it was saved after all
+  int32_t from = 0;    // the moment before which its forward ended
+  int32_t until = -1;  // the moment before which its memory was gone; -1: it outlived the step
+};
+
 // An operator of the forward. Those that cannot be repeated have no call.
 struct TraceOperator {
   uint64_t key = 0;   // a hash of its name and of its arguments' types and sizes
@@ -74,6 +81,7 @@ struct Trace {
   std::vector<int32_t> saves;
   // Which of these backward opened first, and which it let go last.
   int32_t first_opened = -1, last_closed = -1;
+  std::vector<TraceOnContext> on_context;
   // What was allocated in the step and lived at its end, such as gradients: bytes, by the position
   // of the moment that came after the allocation. In the order of these.
   std::vector<std::pair<int32_t, int64_t>> left;

@@ -1,6 +1,7 @@
 #include "remat/account.h"
 
 #include <algorithm>
+#include <limits>
 #include <string_view>
 
 #include "plan/simulate.h"
@@ -60,6 +61,14 @@ Limit limit_of(const plan::Trace& trace, const plan::Plan& plan) {
   simulator.run(plan.decisions, slot);
   limit.kept = simulator.held().kept;
   limit.recomputed = simulator.held().recomputed;
+  const auto slot_of = [&](int32_t moment) {
+    const auto at = static_cast<size_t>(moment);
+    return at < timeline.before.size() ? timeline.before[at] : std::numeric_limits<int32_t>::max();
+  };
+  for (const auto& kept : trace.on_context) {
+    const bool is_there = kept.until < 0 || slot < slot_of(kept.until);
+    if (slot_of(kept.from) <= slot && is_there) limit.on_context += kept.bytes;
+  }
   for (const auto& [moment, bytes] : trace.left) {
     const auto at = static_cast<size_t>(moment);
     if (moment >= trace.forward && at < timeline.before.size() && timeline.before[at] < slot) {

@@ -21,9 +21,10 @@ struct Place {
 // Where a step under a plan needs the most memory.
 struct Limit {
   Place place;
-  int64_t others = 0;  // bytes that no plan changes: what lived before, gradients, what runs
-  int64_t made = 0;    // those of them that live on after the step: gradients, mostly
-  int64_t held = 0;    // bytes of contents that are kept or were recomputed
+  int64_t others = 0;      // bytes that no plan changes: what lived before, gradients, what runs
+  int64_t made = 0;        // those of them that live on after the step: gradients, mostly
+  int64_t on_context = 0;  // of others: what autograd.Functions keep and have not saved
+  int64_t held = 0;        // bytes of contents that are kept or were recomputed
   std::vector<int32_t> kept, recomputed;  // contents; others of them are on the way to these
 };
 Limit limit_of(const plan::Trace& trace, const plan::Plan& plan);

@@ -22,6 +22,7 @@
 #include "plan/plan.h"
 #include "remat/account.h"
 #include "remat/fakes.h"
+#include "remat/functions.h"
 #include "remat/known_bytes.h"
 #include "remat/lived.h"
 #include "remat/pause.h"
@@ -195,6 +196,7 @@ class Recorder {
     figures["others"] = limit.others + block_->step()->before() - known->before;
     figures["made"] = limit.made;
     figures["held"] = limit.held;
+    figures["on_context"] = limit.on_context;
     figures["kept"] = by_maker(trace, limit.kept);
     figures["recomputed"] = by_maker(trace, limit.recomputed);
     std::vector<int32_t> held = limit.kept, logits, rest;
@@ -421,6 +423,23 @@ void bind(py::module_& m) {
       .def(py::init<>())
       .def("__enter__", &OpenBlocksPause::begin)
       .def("__exit__", [](OpenBlocksPause& pause, const py::args&) { pause.end(); });
+  m.def("remat_is_recording", [] { return Block::active() != nullptr; });
+  m.def("remat_declare_function", [](const std::string& name) {
+    return reinterpret_cast<uintptr_t>(Operator::named(declare_function(name)));
+  });
+  py::class_<Block::RunningFunction>(m, "RematRunningFunction")
+      .def("end", &Block::RunningFunction::end, py::call_guard<py::gil_scoped_release>())
+      .def("cancel", &Block::RunningFunction::cancel);
+  m.def(
+      "remat_begin_function",
+      [](uintptr_t declared, std::vector<at::Tensor> tensors, py::object call, int64_t key) {
+        const std::vector<c10::IValue> inputs{
+            std::move(tensors),
+            c10::IValue::make_capsule(c10::make_intrusive<FunctionCall>(std::move(call))), key};
+        const py::gil_scoped_release no_gil;
+        return Block::begin_function(*reinterpret_cast<const Operator*>(declared), inputs);
+      },
+      py::arg("declared"), py::arg("tensors"), py::arg("call"), py::arg("key"));
   m.def("remat_may_run_ahead", [] {
     return checkpoint::EngineHookGuard::packer() == nullptr && !checkpoint::in_region();
   });

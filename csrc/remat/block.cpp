@@ -15,6 +15,7 @@
 #include "locks.h"
 #include "remat/content.h"
 #include "remat/fakes.h"
+#include "remat/functions.h"
 #include "remat/memory.h"
 #include "remat/pause.h"
 #include "remat/policy.h"
@@ -43,6 +44,12 @@ bool below_autograd() {
   return c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
 }
 
+// Whether it is a library's that will be called again below autocast, with other arguments.
+bool is_cast(const Operator& op) {
+  if (op.casts.empty()) return false;
+  return !(op.casts - c10::impl::tls_local_dispatch_key_set().excluded_).empty();
+}
+
 // Returns the device of the first tensor among `inputs`; `otherwise` where there is none.
 at::Device device_of(c10::ArrayRef<const c10::IValue> inputs, at::Device otherwise) {
   if (Fakes::current() != nullptr) return at::kCPU;  // theirs is asked in Python
@@ -54,6 +61,10 @@ at::Device device_of(c10::ArrayRef<const c10::IValue> inputs, at::Device otherwi
     if (device) return *device;
   }
   return otherwise;
+}
+
+c10::ArrayRef<const c10::IValue> as_array(const std::vector<c10::IValue>& values) {
+  return c10::ArrayRef<const c10::IValue>(values.data(), values.size());
 }
 
 // Returns the argument with None in place of its tensors, which the call's references have.
@@ -406,7 +417,7 @@ Tally Block::tally() {
 
 // Operators, as they run.
 
-void Block::Recording::measure(const at::RecordFunction& function) {
+void Block::Recording::measure(const std::vector<c10::IValue>& outputs) {
   if (began.seconds) {
     call->measured = call->seconds = *began.seconds;
     return;
@@ -420,7 +431,7 @@ void Block::Recording::measure(const at::RecordFunction& function) {
   call->measured = call->seconds = seconds;
   if (Fakes::current() != nullptr) return;  // what operators are known to take is measured
   int64_t bytes = 0;
-  for (const auto& output : function.outputs()) {
+  for (const auto& output : outputs) {
     for_tensors(output, [&](const at::Tensor& tensor, int64_t) {
       if (is_plain(tensor)) bytes += static_cast<int64_t>(tensor.numel() * tensor.itemsize());
     });
@@ -438,7 +449,8 @@ void Block::Recording::measure(const at::RecordFunction& function) {
 std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& function) {
   if (current == nullptr) return nullptr;
   const Operator* op = Operator::of(function);
-  if (op == nullptr || op->is_composite) return nullptr;
+  if (op == nullptr) return begin_scope();
+  if (op->is_composite || is_cast(*op)) return nullptr;
   // Most calls are of operators that others call, and that only make something.
   const bool is_below = below_autograd();
   if (is_below && !op->any_writes && !op->is_torch_batch_norm) return nullptr;
@@ -450,7 +462,8 @@ std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& f
     return nullptr;
   }
   const bool is_recorded = !is_below && !checkpoint::in_region() && at::GradMode::is_enabled();
-  if (block->step_ && block->step_->has_script() && block->passes(*op, function, is_recorded)) {
+  if (block->step_ && block->step_->has_script() &&
+      block->passes(*op, function.inputs(), is_recorded)) {
     if (is_recorded && op->any_writes && block->sees_results_) {
       return block->start_write(*op, function);
     }
@@ -466,7 +479,7 @@ std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& f
     }
     return nullptr;
   }
-  if (is_recorded) return block->start(*op, function);
+  if (is_recorded) return block->start(*op, function.inputs());
   if (op->any_writes || op->is_torch_batch_norm) block->note_hidden_writes(*op, function);
   if (is_below) return nullptr;
   auto recording = std::make_unique<Recording>();
@@ -475,9 +488,9 @@ std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& f
 }
 
 // Whether the script lets an operator pass. `is_recorded`: it is recorded without one.
-bool Block::passes(const Operator& op, const at::RecordFunction& function, bool is_recorded) {
+bool Block::passes(const Operator& op, c10::ArrayRef<const c10::IValue> inputs, bool is_recorded) {
   if (!is_recorded || op.is_view) return step_->all_pass();
-  if (step_->must_record(op, function) && sees_results_) return false;
+  if (step_->must_record(op, inputs) && sees_results_) return false;
   ++passed_;
   return true;
 }
@@ -550,21 +563,21 @@ bool Block::refer(Recording& recording, const at::Tensor& tensor, size_t argumen
 }
 
 std::unique_ptr<Block::Recording> Block::start(const Operator& op,
-                                               const at::RecordFunction& function) {
+                                               c10::ArrayRef<const c10::IValue> inputs) {
   ++recorded_;
   sweep();
   auto recording = std::make_unique<Recording>();
-  if (step_) recording->began = step_->began(op, function);
+  if (step_) recording->began = step_->began(op, inputs);
   recording->block = this;
-  const auto inputs = function.inputs();
   recording->call = std::allocate_shared<Call>(Pool<Call>());
   Call& call = *recording->call;
   call.op = &op;
   call.module = modules_.back();
   // What is never recomputed needs no arguments recorded.
   recording->repeatable = op.is_repeatable && (!op.is_heavy || step_);
+  if (recording->repeatable && (op.has_failed || is_in_library())) recording->repeatable = false;
   recording->is_mask = op.makes_mask && !inputs.empty() && inputs[0].toTensor().is_cpu();
-  if (op.is_random && !recording->is_mask && recording->repeatable) {
+  if ((op.is_random || op.draws) && !recording->is_mask && recording->repeatable) {
     call.random = Random::of(op, inputs);
     recording->repeatable = call.random.has_value();
   }
@@ -604,6 +617,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
       recording->repeatable = refer(*recording, tensor, i, element) && recording->repeatable;
     });
   }
+  if (op.is_library && recording->repeatable) begin_proof(*recording, inputs);
   recording->born = call.born = contents_so_far();
   running_.push_back(recording.get());
   call.device = device_of(inputs, step_ ? budget_->device : at::Device(at::kCPU));
@@ -618,10 +632,73 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
 void Block::on_end(const at::RecordFunction& function, at::ObserverContext* context) {
   auto* recording = static_cast<Recording*>(context);
   if (recording == nullptr) return;
+  if (recording->made) return recording->block->end_scope(*recording);
   if (!recording->call) return recording->block->end_unrecorded(*recording, function);
-  recording->measure(function);
-  recording->block->end(*recording, function);
+  recording->measure(function.outputs());
+  recording->block->end(*recording, function.outputs());
   recording->block->move_out();
+}
+
+// Whether an operator of a library runs: those that it calls are a part of it, as it may write what
+// they make by kernels that nobody sees.
+bool Block::is_in_library() const {
+  return std::any_of(running_.begin(), running_.end(), [](const Recording* recording) {
+    return recording->call && recording->call->op->is_library;
+  });
+}
+
+void Block::begin_proof(Recording& recording, c10::ArrayRef<const c10::IValue> inputs) {
+  if (Fakes::current() != nullptr) return;  // it has no values
+  const auto key = key_of_arguments(inputs);
+  if (!key) recording.repeatable = false;
+  if (!key || recording.call->op->is_proven(*key)) return;
+  // While a graph is captured, nothing can be compared.
+  recording.repeatable = !checkpoint::GraphRng::current();
+  if (recording.repeatable) recording.proof = std::make_unique<Proof>(*key, inputs);
+}
+
+void Block::end_proof(Recording& recording, const std::vector<c10::IValue>& outputs) {
+  for (const auto& output : outputs) {
+    for_tensors(output, [&](const at::Tensor& tensor, int64_t) {
+      if (tensor.defined() && !has_bits(tensor)) recording.repeatable = false;
+    });
+  }
+  if (!recording.proof || !recording.repeatable || outputs.empty()) return;
+  if (step_) step_->begin_proof();
+  recording.repeatable = recording.proof->succeeds(*recording.call, outputs);
+  if (step_) step_->end_proof();
+}
+
+std::unique_ptr<Block::RunningFunction> Block::begin_function(
+    const Operator& op, const std::vector<c10::IValue>& inputs) {
+  Block* block = active();
+  if (block == nullptr || below_autograd() || checkpoint::in_region()) return nullptr;
+  if (block->is_in_library()) return nullptr;
+  if (!block->sees_results_ && !block->step_->has_script()) block->watch(true);
+  if (block->step_ && block->step_->has_script() && block->passes(op, as_array(inputs), true)) {
+    return nullptr;
+  }
+  auto recording = block->start(op, as_array(inputs));
+  return std::make_unique<RunningFunction>(block->shared_from_this(), std::move(recording),
+                                           inputs[0].toTensorVector());
+}
+
+void Block::RunningFunction::end(const std::vector<at::Tensor>& results) {
+  if (!recording_) return;
+  const std::vector<c10::IValue> outputs{new_ones(results, given_)};
+  // One that changes its arguments is not what it was declared to be.
+  if (results.empty()) recording_->call->op->has_failed = true;
+  recording_->measure(outputs);
+  block_->end(*recording_, outputs);
+  recording_ = nullptr;
+  block_->move_out();
+}
+
+void Block::RunningFunction::cancel() {
+  if (!recording_) return;
+  auto& running = block_->running_;
+  running.erase(std::remove(running.begin(), running.end(), recording_.get()), running.end());
+  recording_ = nullptr;
 }
 
 // Notes that its results were made in this block; they get no call to recompute them by.
@@ -633,9 +710,39 @@ void Block::end_unrecorded(Recording& recording, const at::RecordFunction& funct
   }
   for (const auto& output : function.outputs()) {
     for_tensors(output, [&](const at::Tensor& tensor, int64_t) {
-      if (is_plain(tensor) && table_.find(storage_of(tensor)) == table_.end()) renew(tensor);
+      if (!is_plain(tensor) || table_.find(storage_of(tensor)) != table_.end()) return;
+      const std::shared_ptr<Content>& content = renew(tensor).content;
+      if (!scopes_.empty()) scopes_.back()->made->push_back(content);
     });
   }
+}
+
+// Calls that are no operator's are of autograd.Functions: while one runs its forward, and takes
+// what that returns and saves.
+std::unique_ptr<Block::Recording> Block::begin_scope() {
+  Block* block = active();
+  if (block == nullptr || below_autograd() || !block->sees_results_) return nullptr;
+  if (!block->step_ || block->step_->has_script()) return nullptr;
+  auto scope = std::make_unique<Recording>();
+  scope->block = block;
+  scope->made = std::make_unique<std::vector<std::shared_ptr<Content>>>();
+  block->scopes_.push_back(scope.get());
+  return scope;
+}
+
+// What it made and saved, or made again by its call, is known. The rest is what it returns, which
+// is let go or saved soon, or what lies on its ctx.
+void Block::end_scope(Recording& scope) {
+  scopes_.erase(std::remove(scopes_.begin(), scopes_.end(), &scope), scopes_.end());
+  const auto is_known = [](const std::shared_ptr<Content>& content) {
+    return content->storage.expired() || content->call || content->holders > 0;
+  };
+  auto& made = *scope.made;
+  {
+    const std::lock_guard<Lock> lock(contents_mutex());
+    made.erase(std::remove_if(made.begin(), made.end(), is_known), made.end());
+  }
+  if (!made.empty()) step_->keeps(made);
 }
 
 // Keeps the result of bernoulli_ on the CPU as bits.
@@ -657,16 +764,16 @@ void Block::keep_mask(Recording& recording) {
   call.measured = std::min(call.measured, filling);
 }
 
-void Block::end(Recording& recording, const at::RecordFunction& function) {
+void Block::end(Recording& recording, const std::vector<c10::IValue>& outputs) {
   running_.erase(std::find(running_.begin(), running_.end(), &recording));
   Call& call = *recording.call;
   if (recording.is_mask) keep_mask(recording);
+  if (call.op->is_library && recording.repeatable) end_proof(recording, outputs);
   int depth = 1;
   for (const auto& reference : call.references) {
     if (reference.overwritten) continue;
     if (reference.content->call) depth = std::max(depth, reference.content->depth + 1);
   }
-  const auto& outputs = function.outputs();
   // Where the caller has statistics, they are among the arguments, and this output is empty.
   if (call.op->is_package_batch_norm && outputs.size() == 2 && is_plain(outputs[1].toTensor()) &&
       outputs[1].toTensor().numel() > 0) {
@@ -706,7 +813,8 @@ void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, 
       is_known && found->second.content->born > recording.born ? found->second : renew(tensor);
   entry.see(tensor);
   const std::shared_ptr<Content> content = entry.content;
-  if (content->op == nullptr) content->op = recording.call->op;
+  const Operator& op = *recording.call->op;
+  if (content->op == nullptr || (op.is_library && !content->call)) content->op = &op;
   if (content->call || content->is_decided()) return;  // settled by an operator inside this one
 
   int64_t written = -1;
@@ -716,7 +824,10 @@ void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, 
       written = static_cast<int64_t>(i);
     }
   }
-  const bool is_statistics = recording.call->op->is_package_batch_norm && output == 1;
+  const bool is_statistics = op.is_package_batch_norm && output == 1;
+  uint64_t bits = 0;
+  const bool has_values = op.is_library && !is_fake(tensor.storage());
+  if (has_values && recording.repeatable && tensor.is_cpu()) bits = bits_of(tensor);
   bool waits;
   {
     const std::lock_guard<Lock> lock(contents_mutex());
@@ -728,6 +839,7 @@ void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, 
       made.element = element;
       made.reference = written;
       made.geometry.assign(tensor);
+      made.bits = bits;
     }
     waits = content->holders > 0;
   }

@@ -20,6 +20,7 @@
 #include "remat/known.h"
 #include "remat/move.h"
 #include "remat/policy.h"
+#include "remat/proof.h"
 #include "remat/step.h"
 #include "remat/tally.h"
 
@@ -69,6 +70,13 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   Mover* mover() const { return mover_.get(); }  // null where nothing is moved
   Step* step() const { return step_.get(); }     // null without a budget, and before open()
 
+  // A Function's forward that is declared to be pure (see functions.h) begins, with these tensors
+  // and what calls it again. Null: nothing is to be told of it. Called on the block's thread, as
+  // are end() and cancel(), of which one follows. `key`: of what else it is given.
+  class RunningFunction;
+  static std::unique_ptr<RunningFunction> begin_function(const Operator& op,
+                                                         const std::vector<c10::IValue>& inputs);
+
   int64_t give_way(c10::Device device, int64_t enough, Gives what) override;
 
   // Ignored on threads other than the block's own, which run replicas of a module.
@@ -92,13 +100,16 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
     Step::Began began;           // empty without a step
     // The tensors it writes, with their versions before.
     c10::SmallVector<std::pair<at::Tensor, uint32_t>, 2> written;
-    std::vector<Writing> writing;             // the same, until they have new contents
+    std::vector<Writing> writing;  // the same, until they have new contents
+    // What was made while an autograd.Function runs its forward; null: it is an operator's.
+    std::unique_ptr<std::vector<std::shared_ptr<Content>>> made;
+    std::unique_ptr<const Proof> proof;       // of a library's operator, where it is due
     double begin = 0;                         // by now()
     std::unique_ptr<DeviceTime> device_time;  // null where it is not asked for
 
     bool is_of_factory() const { return call != nullptr && call->op->is_factory; }
     bool writes(const c10::StorageImpl* storage) const;
-    void measure(const at::RecordFunction& function);
+    void measure(const std::vector<c10::IValue>& outputs);
   };
   struct Entry {
     std::shared_ptr<Content> content;  // what the storage holds now
@@ -113,13 +124,18 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   static std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& function);
   static void on_end(const at::RecordFunction& function, at::ObserverContext* context);
   void watch(bool sees_results);
-  bool passes(const Operator& op, const at::RecordFunction& function, bool is_recorded);
+  bool passes(const Operator& op, c10::ArrayRef<const c10::IValue> inputs, bool is_recorded);
 
-  std::unique_ptr<Recording> start(const Operator& op, const at::RecordFunction& function);
+  std::unique_ptr<Recording> start(const Operator& op, c10::ArrayRef<const c10::IValue> inputs);
+  bool is_in_library() const;
+  void begin_proof(Recording& recording, c10::ArrayRef<const c10::IValue> inputs);
+  void end_proof(Recording& recording, const std::vector<c10::IValue>& outputs);
   std::unique_ptr<Recording> start_write(const Operator& op, const at::RecordFunction& function);
   void begin_write(Recording& recording, const at::Tensor& tensor);
   void end_write(Recording& recording);
-  void end(Recording& recording, const at::RecordFunction& function);
+  void end(Recording& recording, const std::vector<c10::IValue>& outputs);
+  static std::unique_ptr<Recording> begin_scope();
+  void end_scope(Recording& scope);
   void keep_mask(Recording& recording);
   void end_unrecorded(Recording& recording, const at::RecordFunction& function);
   void note_hidden_writes(const Operator& op, const at::RecordFunction& function);
@@ -162,6 +178,7 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   ska::flat_hash_map<const c10::StorageImpl*, Entry> table_;
   size_t sweep_at_ = 1024;  // size of table_ at which freed storages are removed
   std::shared_ptr<const checkpoint::Settings> settings_;  // of the operator recorded last
+  std::vector<Recording*> scopes_;   // autograd.Functions that run, innermost last
   std::vector<Recording*> running_;  // recorded operators that run, innermost last
   std::thread::id thread_;
   std::vector<int32_t> modules_{kNoModule};
@@ -179,6 +196,26 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
   bool sees_results_ = false;          // of operators, at their ends
   std::optional<GivesWay> gives_way_;  // last: it ends before what it gives
+};
+
+class Block::RunningFunction {
+ public:
+  RunningFunction(std::shared_ptr<Block> block, std::unique_ptr<Recording> recording,
+                  std::vector<at::Tensor> given)
+      : block_(std::move(block)), recording_(std::move(recording)), given_(std::move(given)) {}
+  ~RunningFunction() { cancel(); }
+  RunningFunction(const RunningFunction&) = delete;
+  RunningFunction& operator=(const RunningFunction&) = delete;
+
+  // With its results, and what else it has saved. None: it is not pure.
+  void end(const std::vector<at::Tensor>& results);
+  // It was left by an exception.
+  void cancel();
+
+ private:
+  const std::shared_ptr<Block> block_;
+  std::unique_ptr<Recording> recording_;  // null once it is over
+  const std::vector<at::Tensor> given_;
 };
 
 }  // namespace memsave_ext::remat

@@ -41,6 +41,7 @@ enum class Verdict : int {
   kFits,      // the budget has room for it
   kMoved,     // its memory is dropped, and comes back from a store
   kNotMoved,  // there was no room in the store
+  kFailed,    // a library's operator made it, and has failed its proof; see proof.h
 };
 
 // What has become of a content. content.cpp has the ways from one to another.
@@ -137,6 +138,8 @@ struct Call {
     int64_t element;    // position in a value that is a list; else -1
     int64_t reference;  // written in place: position of the argument in `references`; else -1
     Geometry geometry;  // of the tensor that was returned
+    // A hash of its values, where they are on the CPU and a library's operator made them; else 0.
+    uint64_t bits = 0;
   };
   c10::SmallVector<Made, 1> made;
 };

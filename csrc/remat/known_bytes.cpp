@@ -129,6 +129,11 @@ void stream(Stream& stream, Step& step) {
     stream(moment.now);
     stream(moment.peak);
   });
+  stream.list(trace.on_context, [&](auto& kept) {
+    stream(kept.bytes);
+    stream(kept.from);
+    stream(kept.until);
+  });
   stream.list(trace.left, [&](auto& left) {
     stream(left.first);
     stream(left.second);

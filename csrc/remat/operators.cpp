@@ -7,9 +7,11 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "locks.h"
+#include "remat/functions.h"
 
 namespace memsave_ext::remat {
 namespace {
@@ -25,6 +27,45 @@ bool any_begins(std::string_view name, std::initializer_list<std::string_view> b
 
 bool is_collective(std::string_view name) {
   return any_begins(name, {"c10d::", "_c10d_functional::", "c10d_functional::", "symm_mem::"});
+}
+
+// Namespaces of operators that come with torch, and of which some keep state or leave values open.
+bool is_torchs(std::string_view name) {
+  static constexpr std::string_view names[] = {"_dtensor",       "_inductor_test",
+                                               "_native",        "_quantized",
+                                               "_test",          "aten",
+                                               "debug_mode_ops", "debugprims",
+                                               "export",         "flex_lib",
+                                               "fsdp",           "inductor",
+                                               "inductor_prims", "mkl",
+                                               "mkldnn",         "mkldnn_prepacked",
+                                               "onednn",         "onnx",
+                                               "onnx_symbolic",  "prepacked",
+                                               "prim",           "prims",
+                                               "profiler",       "quantization",
+                                               "quantized",      "quantized_decomposed",
+                                               "rngprims",       "sparse",
+                                               "static_runtime", "streams"};
+  const std::string_view space = name.substr(0, name.find("::"));
+  return std::find(std::begin(names), std::end(names), space) != std::end(names);
+}
+
+// What other libraries call operators that wait for other processes, and the arguments of these.
+bool may_communicate(const c10::FunctionSchema& schema) {
+  static constexpr std::string_view words[] = {
+      "all_reduce", "allreduce",      "all_gather", "allgather", "all_to_all",
+      "alltoall",   "reduce_scatter", "barrier",    "nccl",      "p2p"};
+  const std::string_view name = schema.name();
+  if (std::any_of(std::begin(words), std::end(words),
+                  [&](std::string_view word) { return name.find(word) != name.npos; })) {
+    return true;
+  }
+  const auto& arguments = schema.arguments();
+  return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
+    const std::string& called = argument.name();
+    return called == "group" || called == "group_name" || called == "process_group" ||
+           called == "pg" || argument.type()->str().find("ProcessGroup") != std::string::npos;
+  });
 }
 
 // Operators that return uninitialised memory, or that exchange or resize storages.
@@ -121,17 +162,53 @@ Operator::Operator(const c10::OperatorName& name)
                         name.name == "aten::cudnn_batch_norm" ||
                         name.name == "aten::miopen_batch_norm";
   is_package_batch_norm = name.name == "memsave_ext::batch_norm_forward";
-  // Other libraries' operators may draw random numbers or keep state between calls.
   const bool is_known = any_begins(name.name, {"aten::", "prims::"}) || is_package_batch_norm;
-  is_repeatable = is_known && !leaves_values_open(name.name) &&
-                  name.name != "aten::_native_batch_norm_legit" &&
-                  name.name != "aten::_batch_norm_with_update";
-  is_heavy = is_heavy_name(name.name);
+  is_function = is_function_name(name);
+  is_library = is_function ||
+               (!collective && !any_writes && !is_torchs(name.name) &&
+                !starts_with(name.name, "memsave_ext::") && !may_communicate(handle.schema()));
+  is_repeatable = is_library || (is_known && !leaves_values_open(name.name) &&
+                                 name.name != "aten::_native_batch_norm_legit" &&
+                                 name.name != "aten::_batch_norm_with_update");
+  for (const c10::DispatchKey key : c10::autocast_dispatch_keyset) {
+    if (is_library && !is_function && handle.hasKernelForDispatchKey(key)) casts = casts.add(key);
+  }
+  is_heavy = !is_function && is_heavy_name(name.name);
   const auto& arguments = handle.schema().arguments();
   is_factory = is_known && is_repeatable && !is_random &&
                std::none_of(arguments.begin(), arguments.end(), [](const auto& argument) {
                  return argument.type()->str().find("Tensor") != std::string::npos;
                });
+}
+
+namespace {
+
+Lock& proofs_mutex() {
+  static auto& mutex = *new Lock(LockOrder::kOperators);
+  return mutex;
+}
+
+// Keys of arguments, by operator.
+auto& proofs() {
+  static auto& all = *new std::unordered_map<const Operator*, std::unordered_set<uint64_t>>();
+  return all;
+}
+
+}  // namespace
+
+bool Operator::is_proven(uint64_t key) const {
+  const std::lock_guard<Lock> lock(proofs_mutex());
+  return proofs()[this].count(key) > 0;
+}
+
+void Operator::proved(uint64_t key) const {
+  const std::lock_guard<Lock> lock(proofs_mutex());
+  proofs()[this].insert(key);
+}
+
+void Operator::call(std::vector<c10::IValue>& stack) const {
+  if (is_function) return call_function(stack);
+  handle.callBoxed(stack);
 }
 
 const Operator* Operator::of(const at::RecordFunction& call) {

@@ -28,8 +28,14 @@ struct Operator {
   // Its results share the memory of its arguments.
   bool is_view = false;
   // A second call with the same arguments and random numbers gives the same values: it leaves no
-  // memory uninitialised, talks to no other process and is not another library's.
+  // memory uninitialised and talks to no other process. What a library says has to be proved.
   bool is_repeatable = true;
+  // Of another library, which says that it changes nothing; see proof.h.
+  bool is_library = false;
+  // A user's autograd.Function, declared to be pure; see functions.h. It is a library's, too.
+  bool is_function = false;
+  // Keys of autocast for which a library has a kernel: there it calls the operator once more.
+  c10::DispatchKeySet casts;
   // It draws random numbers.
   bool is_random = false;
   // Position of its generator argument, if it has one.
@@ -50,6 +56,15 @@ struct Operator {
   // The shortest time measured for a byte of its results: a busy machine can only make it longer.
   mutable std::atomic<double> seconds_per_byte{1};
   mutable std::atomic<int> measured{0};  // how many times
+
+  // Of a library's.
+  mutable std::atomic<bool> has_failed{false};  // its proof, or differed when it was repeated
+  mutable std::atomic<bool> draws{false};       // random numbers, of which its schema is silent
+  // Whether a second run has given the same. `key`: of arguments, see key_of_arguments().
+  bool is_proven(uint64_t key) const;
+  void proved(uint64_t key) const;
+  // Calls it with these arguments, in whose place are its results then.
+  void call(std::vector<c10::IValue>& stack) const;
 
   // Returns null where the call is of no operator of the dispatcher. The result is never freed.
   static const Operator* of(const at::RecordFunction& call);

@@ -156,7 +156,10 @@ Verdict judge(const Content& content, const Route& route, Drops drops) {
   const bool is_heavy = content.op != nullptr && content.op->is_heavy;
   const bool only_cheap = drops == Drops::kCheap || drops == Drops::kNothing;
   if (is_heavy && (!content.call || only_cheap)) return Verdict::kHeavy;
-  if (!content.call) return Verdict::kNotAgain;
+  if (!content.call) {
+    const bool has_failed = content.op != nullptr && content.op->has_failed;
+    return has_failed ? Verdict::kFailed : Verdict::kNotAgain;
+  }
   if (!route.possible) return Verdict::kNotAgain;
   if (drops == Drops::kEverything) return Verdict::kDropped;
   if (drops == Drops::kNothing) return Verdict::kNoGain;

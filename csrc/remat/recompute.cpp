@@ -1,8 +1,5 @@
 #include "remat/recompute.h"
 
-#include <ATen/core/grad_mode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
 #include <optional>
 #include <string>
 #include <tuple>
@@ -13,9 +10,10 @@
 #include "checkpoint/call.h"
 #include "checkpoint/recomputing.h"
 #include "locks.h"
+#include "remat/again.h"
 #include "remat/fakes.h"
 #include "remat/memory.h"
-#include "remat/pause.h"
+#include "remat/proof.h"
 #include "remat/random.h"
 #include "streams.h"
 
@@ -125,7 +123,7 @@ class Recomputation {
     if (call.mask.defined()) {
       unpack_mask(call.mask, call.references[0].geometry.dtype, storages[0]);
     } else {
-      call.op->handle.callBoxed(stack);
+      call.op->call(stack);
     }
     random.reset();
     if (block_.step() != nullptr) block_.step()->repeated(call);
@@ -180,8 +178,14 @@ class Recomputation {
     at::Tensor tensor =
         made.element < 0 ? value.toTensor() : value.toTensorList().get(made.element);
     if (!made.geometry.fits(tensor)) {
+      call.op->has_failed = call.op->is_library;
       checkpoint::throw_error("remat_other_result", call.op->handle.schema().name(),
                               facts_of(made.geometry), facts_of(Geometry::of(tensor)));
+    }
+    // A library's operator has given the same twice, which says nothing of what it depends on now.
+    if (made.bits != 0 && made.bits != bits_of(tensor)) {
+      call.op->has_failed = true;
+      checkpoint::throw_error("remat_other_values", call.op->handle.schema().name());
     }
     return tensor;
   }
@@ -251,13 +255,8 @@ class Recomputation {
 
 c10::Storage memory_of(Block& block, const std::shared_ptr<Content>& content) {
   const std::lock_guard<RecursiveLock> lock(block.again_mutex());
-  const Pause pause;
   const checkpoint::RecomputeScope recomputing(checkpoint::Again::kOperators);
-  // As in the forward: below autograd, with gradients enabled. Kernels may look at the latter, as
-  // oneDNN's LSTM, which makes a workspace for its backward only then.
-  const at::AutoGradMode grad_mode(true);
-  const at::AutoDispatchBelowAutograd below_autograd;
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const AgainScope again;
   return Recomputation(block).memory(content);
 }
 

@@ -28,9 +28,9 @@ uint64_t mix(uint64_t hash, uint64_t value) {
 int32_t as_save(int32_t save) { return -2 - save; }
 
 // Of an operator and the types and sizes of its arguments.
-uint64_t key_of(const Operator& op, const at::RecordFunction& function) {
+uint64_t key_of(const Operator& op, c10::ArrayRef<const c10::IValue> inputs) {
   uint64_t hash = mix(0, op.key);
-  for (const auto& input : function.inputs()) {
+  for (const auto& input : inputs) {
     for_tensors(input, [&](const at::Tensor& tensor, int64_t) {
       hash = mix(hash, static_cast<uint64_t>(tensor.scalar_type()) + 1);
       if (!is_plain(tensor)) return;
@@ -106,14 +106,14 @@ bool Step::is_alias(const c10::Storage& storage) const {
   return budget_.device.is_cpu() && !storage.resizable() && shared_->count.holds(storage.data());
 }
 
-Step::Began Step::began(const Operator& op, const at::RecordFunction& function) {
+Step::Began Step::began(const Operator& op, c10::ArrayRef<const c10::IValue> inputs) {
   if (script_) {
     const auto& operators = followed_->trace.operators;
     const plan::TraceOperator& known = operators[operators_ - 1];
     if (known.call < 0) return {known.key};
     return {known.key, followed_->trace.calls[known.call].seconds};
   }
-  Began began{key_of(op, function)};
+  Began began{key_of(op, inputs)};
   const std::lock_guard<Lock> lock(mutex_);
   if (finished_) return began;
   began.position = static_cast<int32_t>(trace_.operators.size());
@@ -130,11 +130,11 @@ Step::Began Step::began(const Operator& op, const at::RecordFunction& function) 
   return began;
 }
 
-bool Step::must_record(const Operator& op, const at::RecordFunction& function) {
+bool Step::must_record(const Operator& op, c10::ArrayRef<const c10::IValue> inputs) {
   const auto& operators = followed_->trace.operators;
   const auto position = static_cast<size_t>(operators_++);
   if (position >= operators.size() || operators[position].saves != saves_ ||
-      operators[position].key != key_of(op, function)) {
+      operators[position].key != key_of(op, inputs)) {
     const std::lock_guard<Lock> lock(mutex_);
     leave_script();
     return true;
@@ -188,6 +188,7 @@ void Step::forget() {
   }
   contents_.clear();
   not_let_go_.clear();
+  on_context_.clear();
   sources_.clear();
   calls_.clear();
   curve_.clear();
@@ -245,6 +246,28 @@ std::unique_ptr<DeviceTime> Step::start_time(uint64_t key, at::Device device) {
   const auto is_same = [key](const TimeOfKey& time) { return time.key == key; };
   if (std::count_if(times_.begin(), times_.end(), is_same) >= kMostTimes) return nullptr;
   return DeviceTime::start(device);
+}
+
+void Step::keeps(const std::vector<std::shared_ptr<Content>>& contents) {
+  const std::lock_guard<Lock> lock(mutex_);
+  if (finished_ || script_) return;
+  for (const auto& content : contents) {
+    const auto moment = static_cast<int32_t>(trace_.moments.size());
+    on_context_.push_back({trace_.on_context.size(), content->storage, content});
+    trace_.on_context.push_back({content->bytes, moment});
+  }
+}
+
+void Step::begin_proof() {
+  const std::lock_guard<Lock> lock(mutex_);
+  if (!shared_->count.asks()) {
+    before_proof_ = std::max(before_proof_, shared_->count.take(since_look_).peak);
+  }
+}
+
+void Step::end_proof() {
+  const std::lock_guard<Lock> lock(mutex_);
+  if (!shared_->count.asks()) peak_ = std::max(peak_, shared_->count.take(since_look_).peak);
 }
 
 int64_t Step::ended(Call* call, const Began& began, std::unique_ptr<DeviceTime> time) {
@@ -318,7 +341,16 @@ void Step::look_what_is_held(std::optional<int32_t> moment) {
     if (content && content->held) content->set_alone(true);
     return true;
   };
+  const auto is_over = [&](const OnContext& kept) {
+    plan::TraceOnContext& traced = trace_.on_context[kept.number];
+    const auto content = kept.content.lock();
+    if (content && content->number >= 0 && trace_.contents[content->number].saved) traced.bytes = 0;
+    if (kept.storage.expired()) traced.until = *moment;
+    return traced.bytes == 0 || traced.until >= 0;
+  };
   if (moment) {
+    on_context_.erase(std::remove_if(on_context_.begin(), on_context_.end(), is_over),
+                      on_context_.end());
     not_let_go_.erase(std::remove_if(not_let_go_.begin(), not_let_go_.end(), is_let_go),
                       not_let_go_.end());
   }
@@ -341,7 +373,8 @@ int64_t Step::add_moment() {
 // Returns the live bytes and the most since the last call, the latter less what only the block
 // held.
 Count::Bytes Step::take(std::optional<int32_t> mark) {
-  const auto bytes = shared_->count.take(since_look_, mark);
+  auto bytes = shared_->count.take(since_look_, mark);
+  bytes.peak = std::max(bytes.peak, std::exchange(before_proof_, 0));
   highest_ = std::max(highest_, bytes.peak);
   peak_ = std::max(peak_, bytes.peak);
   return {bytes.live, bytes.peak - held_};
@@ -424,6 +457,7 @@ void Step::stop() {
   curve_ = {};
   contents_ = {};
   not_let_go_ = {};
+  on_context_ = {};
   sources_ = {};
   fastest_.clear();
   times_.clear();
@@ -592,7 +626,9 @@ Choice Step::by_script(Content& content) const {
 // been dropped. The caller holds mutex_.
 Verdict Step::why_kept(int32_t content) const {
   const Verdict verdict = followed_->verdicts[content];
-  if (verdict == Verdict::kInput || verdict == Verdict::kNotAgain) return verdict;
+  if (verdict == Verdict::kInput || verdict == Verdict::kNotAgain || verdict == Verdict::kFailed) {
+    return verdict;
+  }
   const plan::TraceContent& known = followed_->trace.contents[content];
   const bool is_heavy = known.op != nullptr && known.op->is_heavy;
   if (is_heavy && (known.call < 0 || !budget_.is_limit())) return Verdict::kHeavy;

@@ -66,14 +66,14 @@ class Step {
     std::optional<double> seconds;  // that it takes, where the step that is followed knows
     int32_t position = -1;          // among the operators of the trace
   };
-  Began began(const Operator& op, const at::RecordFunction& function);
+  Began began(const Operator& op, c10::ArrayRef<const c10::IValue> inputs);
   // Whether it goes by a script, in which began() and ended() are called for operators alone that
   // must_record() says. What it asks and changes is this thread's: no lock is taken.
   bool has_script() const { return script_ != nullptr; }
   bool all_pass() const { return script_->all_pass; }
   // Called for each operator, with a script. Leaves it where the operator is another one, or has
   // arguments of other types or sizes, or follows on another number of saved tensors.
-  bool must_record(const Operator& op, const at::RecordFunction& function);
+  bool must_record(const Operator& op, c10::ArrayRef<const c10::IValue> inputs);
   // Called for each tensor that autograd saves. False: it stays with autograd.
   bool must_pack();
   int32_t latest_save() const { return saves_ - 1; }
@@ -86,6 +86,12 @@ class Step {
   void left();
   // Starts to measure how long an operator takes on a device; null where that is known by now.
   std::unique_ptr<DeviceTime> start_time(uint64_t key, at::Device device);
+  // Around a second run of an operator, to which no later step will come: its memory counts for
+  // the step's peak alone.
+  void begin_proof();
+  void end_proof();
+  // An autograd.Function that has ended keeps these contents without having saved them yet.
+  void keeps(const std::vector<std::shared_ptr<Content>>& contents);
   // `call`: null where its results cannot be recomputed. `time`: see start_time(). Returns how many
   // bytes are to be freed now, where there is no plan; 0 for none.
   int64_t ended(Call* call, const Began& began, std::unique_ptr<DeviceTime> time);
@@ -183,6 +189,12 @@ class Step {
   std::vector<std::weak_ptr<Content>> contents_;  // by position in trace_.contents
   std::vector<Verdict> verdicts_;                 // likewise
   std::vector<int32_t> not_let_go_;               // positions
+  struct OnContext {
+    size_t number;  // its position in trace_.on_context
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    std::weak_ptr<Content> content;
+  };
+  std::vector<OnContext> on_context_;  // whose memory is there still
   // Positions of those without a call whose memory is there still, with it.
   std::vector<std::pair<int32_t, c10::weak_intrusive_ptr<c10::StorageImpl>>> sources_;
   const std::shared_ptr<int64_t> alone_ = std::make_shared<int64_t>(0);  // see Content::alone
@@ -205,9 +217,10 @@ class Step {
   int64_t missing_ = 0;      // of gradients that are not there yet
   int64_t least_ = 0, peak_ = 0;
   std::vector<int64_t> curve_;
-  int64_t highest_ = 0;     // bytes since the latest moment
-  int64_t live_ = 0;        // bytes at that moment
-  int64_t most_added_ = 0;  // the most bytes that an operator has added to them while it ran
+  int64_t before_proof_ = 0;  // the most bytes since the latest look, where a proof came after
+  int64_t highest_ = 0;       // bytes since the latest moment
+  int64_t live_ = 0;          // bytes at that moment
+  int64_t most_added_ = 0;    // the most bytes that an operator has added to them while it ran
   bool saw_backward_ = false, finished_ = false;
   std::optional<Deviation> deviation_;
   std::atomic<bool> is_exact_{true};  // else it is not worth being known

@@ -295,6 +295,15 @@ def remat_other_result(
     )
 
 
+def remat_other_values(operator: str) -> CheckpointError:
+    return CheckpointError(
+        f"memsave_ext.remat: {operator} was computed again and returned other values than in the "
+        "forward. It gave the same twice before its results were dropped for the first time, but "
+        "keeps state, or depends on something that has changed between the two. From now on its "
+        "results are kept."
+    )
+
+
 def remat_saved_changed(shape: Sequence[int], before: int, now: int) -> CheckpointError:
     return CheckpointError(
         "memsave_ext.remat: one of the variables needed for gradient computation has been "

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 import torch
 from torch import nn
+from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -26,6 +27,7 @@ from .budget import (
     device_of,
 )
 from .figures import PLANNED, RematFigures, make_figures, write_moves, write_report
+from .functions import check_pure, tell
 from .limit import Limit, describe_limit, limit_of, warn_of_least, write_limit
 from .offload import Offload, check_offload, most_moved, store_of
 from .picture import draw_budget
@@ -99,12 +101,16 @@ class remat:  # noqa: N801, a context manager is used like a function
         ahead: whether the first step of a shape runs ahead; or the most seconds that it may take,
             besides 0.05 for each parameter. True: 10. A step that cannot run ahead is measured, and
             the report says why.
+        pure: classes of ``autograd.Function`` whose forwards compute the same from the same
+            arguments: their results, and what they save, are computed again like an operator's,
+            once a second run has given the same. While the block is open, their ``forward`` is
+            replaced by one that tells of it.
         offload_limit: the most bytes that all blocks with the same folder, or of the same CUDA
             device, may have there at a time: an int, or text such as "50GB". None: as many as there
             is room for.
 
     Raises:
-        TypeError: an argument of the wrong type.
+        TypeError: an argument of the wrong type, or ``pure`` has anything but such classes.
         ValueError: a budget out of range or not to be read; ``optimizer``, ``strict`` or
             ``offload`` without a budget; ``offload`` is neither "cpu" nor a folder, or the model is
             on a device that it does not move from; ``offload_limit`` without ``offload``, or out of
@@ -126,6 +132,7 @@ class remat:  # noqa: N801, a context manager is used like a function
         offload: Offload | None = None,
         offload_limit: int | str | None = None,
         ahead: bool | float = True,
+        pure: Sequence[type[Function]] = (),
         _counted: nn.Module | None = None,
         _everything: bool | None = False,
     ) -> None:
@@ -135,6 +142,7 @@ class remat:  # noqa: N801, a context manager is used like a function
             )
         within = check_arguments(budget, optimizer, strict, retry)
         check_ahead(ahead)
+        self._pure = check_pure("remat", pure)
         counted = model if _counted is None else _counted
         device = device_of(counted)
         has_budget = within is not None or bool(_everything)
@@ -222,7 +230,8 @@ class remat:  # noqa: N801, a context manager is used like a function
             return
         seconds = SECONDS if self._ahead is True else self._ahead
         plan = ahead_of(known_as).plan
-        self._measured = plan(module, args, kwargs, self._device, forward, seconds) or ""
+        with tell(self._pure):
+            self._measured = plan(module, args, kwargs, self._device, forward, seconds) or ""
 
     def __exit__(
         self,
@@ -364,6 +373,7 @@ class remat:  # noqa: N801, a context manager is used like a function
 
         if not isinstance(recorder, NoRecorder):
             self._modules.watch(stack, watchers)
+            stack.enter_context(tell(self._pure))
 
 
 def _describe(in_forward: bool | None, operator: str, measured: int, foreseen: int) -> str:

@@ -14,7 +14,7 @@ PLANNED = (
     "it drops only what saves at least 4 % of the activations at the peak for each percent of the "
     "step's time that computing it again takes"
 )
-# The order is that of Verdict in csrc/remat/policy.h.
+# The order is that of Verdict in csrc/remat/content.h.
 VERDICTS = (
     DROPPED,
     INPUT,
@@ -24,6 +24,7 @@ VERDICTS = (
     "the budget has room for it",
     MOVED,
     "there was no room to move it to",
+    "not the same when run twice, or not as its schema says",
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TextIO
 from ..shared.table import format_bytes, print_table
 from .recorder import Recorder
 
+_ON_CONTEXT = "what autograd.Functions keep on ctx"
 _SMALL = 0.01  # of the least: what is less is not told of
 
 
@@ -34,6 +35,7 @@ class Limit(NamedTuple):
     largest_logits: int
     largest: int  # kept or recomputed content that is no logits
     rows: list[tuple[str, int, str, int]]  # kind, module's number, operator, bytes
+    on_context: int = 0  # what autograd.Functions keep without having saved it
 
 
 def limit_of(recorder: Recorder, lived: Lived) -> Limit | None:
@@ -49,6 +51,7 @@ def limit_of(recorder: Recorder, lived: Lived) -> Limit | None:
     before_gradients = max(0, before - lived.parameters - lived.buffers - lived.states)
     kept, recomputed = (sum(row[2] for row in limit[kind]) for kind in ("kept", "recomputed"))
     made = min(limit["made"], limit["others"] - before)
+    on_context = min(limit["on_context"], limit["others"] - before - made)
     rows = [
         (kind, module, op, size)
         for kind in ("kept", "recomputed")
@@ -60,11 +63,12 @@ def limit_of(recorder: Recorder, lived: Lived) -> Limit | None:
         before_gradients + made,
         kept,
         recomputed,
-        limit["others"] - before - made + max(0, limit["held"] - kept - recomputed),
+        limit["others"] - before - made - on_context + max(0, limit["held"] - kept - recomputed),
         limit["logits"],
         limit["largest_logits"],
         limit["largest"],
         rows,
+        on_context,
     )
 
 
@@ -76,6 +80,7 @@ def describe_limit(limit: Limit) -> str:
         (limit.gradients, "gradients"),
         (lived.states, "optimizer states"),
         (limit.kept + limit.recomputed, "activations"),
+        (limit.on_context, _ON_CONTEXT),
         (limit.temporary, "temporary memory"),
     )
     least = _SMALL * sum(size for size, _ in parts)
@@ -85,7 +90,7 @@ def describe_limit(limit: Limit) -> str:
 
 def remedies_of(limit: Limit, on_cuda: bool) -> list[tuple[str, int]]:
     """Returns what would lower the least, and bytes less at its moment, the most first."""
-    activations = limit.kept + limit.recomputed + limit.temporary
+    activations = limit.kept + limit.recomputed + limit.on_context + limit.temporary
     widest = limit.largest + min(limit.temporary, limit.largest)
     head = limit.logits and limit.logits + min(limit.temporary, limit.largest_logits)
     found = [
@@ -129,6 +134,7 @@ def write_limit(limit: Limit, names: Sequence[str], on_cuda: bool, top: int, tex
         (kinds[kind], names[module] if module >= 0 else "", operator, size)
         for kind, module, operator, size in limit.rows
     ]
+    rows.append((_ON_CONTEXT, "", "", limit.on_context))
     rows.append(("temporary memory", "", "", limit.temporary))
     shown = sorted((row for row in rows if row[3] > 0), key=lambda row: -row[3])
     cells = [

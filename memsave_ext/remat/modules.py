@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 import torch
 from torch import nn
+from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from ..shared.table import Text
 from .block import remat
 from .budget import check_ahead, check_arguments, device_of
 from .figures import RematFigures
+from .functions import check_pure
 from .offload import Offload, check_offload
 
 
@@ -30,7 +32,16 @@ class _RematForward(ForwardInPlace):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._is_tracing():
             return self.function(module)(module, *args, **kwargs)
         model = module if self.options["by_module"] else None
-        names = ("budget", "optimizer", "strict", "retry", "offload", "offload_limit", "ahead")
+        names = (
+            "budget",
+            "optimizer",
+            "strict",
+            "retry",
+            "offload",
+            "offload_limit",
+            "ahead",
+            "pure",
+        )
         options = {name: self.options[name] for name in names}
         options |= {"_counted": module, "_everything": self.options["everything"]}
         block = remat(model, **options)
@@ -123,6 +134,7 @@ def remat_module(
     offload: Offload | None = None,
     offload_limit: int | str | None = None,
     ahead: bool | float = True,
+    pure: Sequence[type[Function]] = (),
     _everything: bool = False,
     _method: str = "forward",
 ) -> RematHandle:
@@ -143,6 +155,7 @@ def remat_module(
         offload: as of :class:`remat`.
         offload_limit: as of :class:`remat`.
         ahead: as of :class:`remat`.
+        pure: as of :class:`remat`.
 
     Returns:
         A handle whose ``remove()`` restores the model's forward.
@@ -167,12 +180,13 @@ def remat_module(
         )
     within = check_arguments(budget, optimizer, strict, retry)
     check_ahead(ahead)
+    functions = check_pure("remat_module", pure)
     has_budget = within is not None or _everything
     offload = check_offload(offload, offload_limit, has_budget, device_of(model))
     options: dict[str, Any] = {"budget": within, "optimizer": optimizer}
     options |= {"strict": strict, "retry": retry, "ahead": ahead}
     options |= {"offload": offload, "offload_limit": offload_limit}
-    options |= {"by_module": by_module, "everything": _everything}
+    options |= {"pure": functions, "by_module": by_module, "everything": _everything}
     forward = _RematForward(model, options, _method)
     forward.install()
     return RematHandle(forward)

@@ -69,6 +69,8 @@ class Recorder(Protocol):
         - ``in_forward``; ``operator``: that runs there, or whose result a node of backward reads,
         - ``others``: bytes that no plan changes, of parameters and the like, too; ``made``: those
           of them that the step made until then and that live on, such as gradients,
+        - ``on_context``: of the others, what autograd.Functions made in forward and keep without
+          having saved it, as on ``ctx``,
         - ``held``: bytes of activations; ``kept`` and ``recomputed``: tuples of a module's number,
           an operator's name and bytes, of most of these,
         - ``logits``: bytes of held logits of a loss over classes, and of what is made of them for

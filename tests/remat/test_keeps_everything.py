@@ -71,6 +71,28 @@ def test_modules_copies_and_regions():
     assert all(map(torch.equal, train(model), plain()))
 
 
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@without
+def test_declared_functions_are_let_be():
+    own = Double.__dict__["forward"]
+    x = torch.randn(4, requires_grad=True)
+    with ms.remat(pure=[Double]):
+        assert Double.__dict__["forward"] is own
+        Double.apply(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((4,), 2.0))
+    with pytest.raises(TypeError, match="pure must be a list of classes"):
+        ms.remat(pure=Double)
+
+
 @without
 def test_blocks_are_entered_once_and_budgets_refused():
     block = ms.remat()

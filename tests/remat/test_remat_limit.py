@@ -113,6 +113,45 @@ def test_rows_name_modules_and_operators():
     }
 
 
+class OnContext(torch.autograd.Function):
+    """Keeps on ctx what it should save."""
+
+    @staticmethod
+    def forward(ctx, x, saves):
+        middle, temporary = x.sin(), x.cos()
+        if saves:
+            ctx.save_for_backward(middle)
+        else:
+            ctx.middle = [middle]
+        return middle * temporary
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (ctx.saved_tensors or ctx.middle)[0], None
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_what_functions_keep_on_ctx_is_named(saves):
+    model, _ = build(rows=512)
+    x = torch.randn(512, 64)
+
+    def loss():
+        y = x
+        for layer in model.layers:
+            y = OnContext.apply(layer(y), saves)
+        return y.square().mean()
+
+    block = train(model, loss)
+    found = limit(block)
+    on_context = 0 if saves else len(model.layers) * x.nbytes
+    assert found.on_context == on_context
+    parts = (found.lived.parameters, found.gradients, found.kept, found.recomputed)
+    assert sum(parts) + found.on_context + found.temporary == block.least
+    assert found.temporary < 5 * x.nbytes
+    report = block.report()
+    assert ("what autograd.Functions keep on ctx" in report) == (not saves)
+
+
 def test_half_of_the_batch_needs_as_much_less_as_is_told():
     blocks = []
     for rows in (2048, 1024):

@@ -34,9 +34,11 @@ PARTS = (
     "optimizers",
     "zoo_budgets",
     "predictions",
+    "libraries",
 )
-# They ask what the native part alone does: budgets, and a track of what kernels make.
-NATIVE_ALONE = ("zoo_budgets", "predictions")
+# They ask what the native part alone does: budgets, a track of what kernels make, operators that
+# run again.
+NATIVE_ALONE = ("zoo_budgets", "predictions", "libraries")
 LONGEST = 60  # seconds; a program that takes more hangs
 
 

@@ -19,6 +19,7 @@ from stress import (
     backwards,
     chunks,
     databases,
+    libraries,
     optimizers,
     predictions,
     programs,
@@ -42,6 +43,7 @@ PARTS = {
     "optimizers": (optimizers, 10, 5),
     "zoo_budgets": (zoo_budgets, 11, 4),
     "predictions": (predictions, 4, 2),
+    "libraries": (libraries, 200, 50),
 }  # and their seeds, with --full and without
 
 
@@ -51,6 +53,16 @@ def test_programs_of_fixed_seeds(part):
     for seed in range(every if sampling.full else few):
         verdict, text = module.run_seed(seed, [], False)
         assert not verdict or verdict.startswith("refused"), f"{part} {seed}: {verdict}\n{text}"
+
+
+@pytest.mark.skipif(not ms._native.available, reason="remat records natively")
+def test_operators_and_functions_of_libraries_run_again():
+    """Of liars a share is found out only when they do."""
+    before, refused = dict(libraries.repeated), 0
+    for seed in range(1000, 1040):
+        refused += libraries.run_seed(seed, [], False)[0] == "refused"
+    assert all(libraries.repeated[what] - before[what] > 40 for what in before)
+    assert 2 < refused < 20
 
 
 def test_what_only_runs_natively_is_run_so():

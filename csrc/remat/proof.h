@@ -1,0 +1,50 @@
+// Proves that an operator of another library does the same twice, before its results are dropped
+// for the first time. Its schema says that it changes nothing; of state that it keeps, or random
+// numbers that it draws, it says nothing.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "checkpoint/rng.h"
+#include "remat/content.h"
+
+namespace memsave_ext::remat {
+
+// A hash of the memory between a tensor's first byte and its last; never 0.
+uint64_t bits_of(const at::Tensor& tensor);
+// Whether bits_of() is only of the tensor's values. Tensors of the host are hashed without a copy.
+bool has_bits(const at::Tensor& tensor);
+
+// A hash of shapes, types and all else that the operator is given but values of tensors. Nothing
+// where an argument is of a kind that may keep state.
+std::optional<uint64_t> key_of_arguments(c10::ArrayRef<const c10::IValue> arguments);
+
+class Proof {
+ public:
+  // Before the operator runs.
+  Proof(uint64_t key, c10::ArrayRef<const c10::IValue> arguments);
+
+  // After it: runs it a second time, on copies of its arguments, as it would be repeated, and
+  // compares. On success the operator is proven for this key, and the call has the state of the
+  // generators before it, if it has drawn numbers. Else the operator has failed, for good, unless
+  // there was no memory for the second run.
+  bool succeeds(Call& call, const std::vector<c10::IValue>& results) const;
+
+ private:
+  bool is_same(Call& call, const std::vector<at::Tensor>& given,
+               const std::vector<at::Tensor>& first, const std::vector<at::Tensor>& copies,
+               std::vector<c10::IValue>& stack) const;
+
+  const uint64_t key_;
+  const std::vector<c10::IValue> arguments_;  // the stack has no more of them than the results then
+  const std::shared_ptr<const checkpoint::RngState> generators_;
+  const std::vector<uint64_t> before_;  // bits_of() each tensor among the arguments
+};
+
+}  // namespace memsave_ext::remat
