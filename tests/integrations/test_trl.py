@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ LOGGED = {
 MEASURED = "time", "per_second"
 
 
-def logged(trl, kind, options, of=None):
+def logged(trl, kind, options, of=None, callbacks=()):
     """Returns what a run of three steps logs, and the trained weights; of a model that is given, or
     of another one with a reference model."""
     config = getattr(trl, f"{kind}Config")(
@@ -167,8 +168,9 @@ def logged(trl, kind, options, of=None):
             more["ref_model"].lm_head.weight.mul_(0.9)
     of = of or model()
     trainer = getattr(trl, f"{kind}Trainer")(
-        of, args=config, train_dataset=rows(kind), processing_class=tokenizer(), **more
-    )
+        of, args=config, train_dataset=rows(kind), processing_class=tokenizer(),
+        callbacks=[*callbacks], **more,
+    )  # fmt: skip
     trainer.train()
     history = [
         {
@@ -301,6 +303,25 @@ def test_adapters_that_are_refused(trl):
         made.model(**given)
     with pytest.raises(ValueError, match="PEFT adapter to `lm_head` is not supported"):
         trainer(adapted())
+
+
+@pytest.mark.parametrize("technique", ["gradients elsewhere", "optimizer in backward"])
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_trainers_that_fit(trl, kind, technique):
+    """TRL's clip by the norm of all, as others do, which leaves no steps in backward."""
+    options = OPTIONS[kind]
+    if technique == "optimizer in backward":
+        options = {**options, "max_grad_norm": 0}
+    expected, weights = logged(trl, kind, options)
+    fit = ms.integrations.transformers.Fit("1GB", technique=technique, verbose=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # what TRL makes of logits is not predicted
+        found, trained = logged(trl, kind, options, callbacks=[fit])
+    assert fit.fitted.technique == technique
+    assert [one["loss"] for one in found if "loss" in one] == [
+        one["loss"] for one in expected if "loss" in one
+    ]
+    assert all(map(torch.equal, trained, weights))
 
 
 def test_patched_twice_and_other_versions(trl, monkeypatch):
