@@ -79,7 +79,7 @@ def is_measured(func: Any) -> bool:
 
 @functools.cache
 def _is_of_library(func: Any) -> bool:
-    """Whether it has a fake kernel in Python, as those that are not torch's, and one for the CPU."""
+    """Whether it has a fake kernel in Python, as libraries register it, and one for the CPU."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace == _OURS:
         return False
     entry = torch._library.simple_registry.singleton.find(func._schema.name)
