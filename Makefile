@@ -37,7 +37,7 @@ ONCE += $(addprefix tests/predict/test_predict_,offload.py values.py remat.py ar
 ONCE += $(addprefix tests/distributed/test_fsdp_,formats.py blocks.py blocks_saved.py clipping.py)
 ONCE += $(addprefix tests/distributed/test_,fsdp_clipped_loops.py fsdp_collectives.py dtensors.py)
 ONCE += $(addprefix tests/integrations/test_,fit_zoo.py fit_trainers.py zoo.py interrupts.py)
-ONCE += $(addprefix tests/integrations/test_,blocks_with_caches.py causal_lm_zoo.py)
+ONCE += $(addprefix tests/integrations/test_,blocks_with_caches.py causal_lm_zoo.py quantized.py)
 ONCE += $(addprefix tests/packaging/test_,imports.py mistakes.py native.py packaging.py parts.py)
 
 # What most changes touch, of each room, in about two minutes on two cores.

@@ -14,6 +14,7 @@ from ..fakes import patches
 from ..fakes.cuda import as_on_cuda
 from ..fakes.mode import FAKES_ERRORS, fakes, new_mode
 from ..fakes.storages import Storages
+from ..shared.tensors import plain_tensors
 from . import child
 from .tensors import swap_all
 
@@ -32,7 +33,7 @@ def on_fakes(
     mode = new_mode()
     patches.patch(patches.on_fakes())
     swapped = swap_all(child.tensors, mode)
-    for tensor in counted:
+    for tensor in plain_tensors(list(counted)):
         storages.note_before(tensor, counts=True)
     for tensor in swapped:
         storages.note_before(tensor, counts=False)

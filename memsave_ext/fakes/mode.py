@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -78,7 +79,9 @@ def fakes(mode: FakeTensorMode) -> Iterator[None]:
             yield
     except (RuntimeError, UnsupportedFakeTensorException) as error:
         if sentence := _sentence(error):
-            raise RuntimeError(f"predict: {sentence}") from error
+            kind = _class_in(error)
+            of = f"tensors of the class {kind} cannot be predicted: " if kind else ""
+            raise RuntimeError(f"predict: {of}{sentence}") from error
         if hasattr(error, "add_note") and not str(error).startswith("predict: "):
             error.add_note(_ON_FAKES)
         raise
@@ -88,6 +91,17 @@ _ON_FAKES = (
     "predict: this was raised on fake tensors. If the step runs by itself, a fake kernel of torch "
     "differs from the real one: leave the operator out of what is predicted"
 )
+
+
+def _class_in(error: Exception) -> str | None:
+    """Returns the name of the class of tensors whose own dispatch has raised an error."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        kind = frame.f_locals.get("cls")
+        if frame.f_code.co_name not in ("__torch_dispatch__", "__torch_function__"):
+            continue
+        if isinstance(kind, type) and issubclass(kind, Tensor) and kind is not FakeTensor:
+            return f"{kind.__module__}.{kind.__qualname__}"
+    return None
 
 
 def _sentence(error: Exception) -> str | None:

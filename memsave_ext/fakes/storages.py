@@ -97,7 +97,7 @@ class Storages(TorchDispatchMode):
             made = [leaf for leaf in tree_iter(result) if isinstance(leaf, FakeTensor)]
             made.extend(kernels.parts_of(result))
             costs = Costs(
-                workspaces.workspace_bytes(func, args, result) if self._on_cpu else 0,
+                workspaces.workspace_bytes(func, args, kwargs, result) if self._on_cpu else 0,
                 operator_seconds(func, args, kwargs, result),
             )
             if call:

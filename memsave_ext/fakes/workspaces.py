@@ -1,7 +1,7 @@
 """What kernels on the CPU allocate for themselves, which no operator shows.
 
-Convolutions and LSTMs are measured (``measured.py``). Here are torch's own kernels: attention, and
-copies of arguments in the dtype that is computed in.
+Convolutions, LSTMs and other libraries' operators are measured (``measured.py``). Here are torch's
+own kernels: attention, and copies of arguments in the dtype that is computed in.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _COUNT = 8
 _MEAN = 1  # the reduction of a loss that is the mean of its elements
 
 
-def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
+def workspace_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Returns the bytes that the kernel of an operator on the CPU makes and frees itself.
 
     cuDNN's and cuBLAS's on CUDA depend on the algorithm that is picked on the card.
     """
     if measured.is_measured(func):
-        taken = measured.allocations(func, args)
+        taken = measured.allocations(func, args, kwargs)
         return taken.workspace() if taken else 0
     rule = _RULES.get(func)
     return rule(*args) if rule else _converted(func, args, result)

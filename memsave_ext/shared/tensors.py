@@ -6,8 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+_DEEPEST = 4  # a parameter's attributes, an object there, an object in that, and its tensors
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
     torch.sparse_bsr: ("crow_indices", "col_indices"),
@@ -20,15 +24,16 @@ _CUDA_BLOCK = 512  # bytes; CUDA's caching allocator rounds sizes up to a multip
 def plain_tensors(value: Any) -> list[Tensor]:
     """Returns the plain tensors in a tensor, mapping, list or tuple, at any depth.
 
-    A wrapper subclass has those it wraps: a DTensor its local shard.
+    A wrapper subclass has those it wraps: a DTensor its local shard. One of another class has what
+    its attributes hold, too: weights in four bits have their scales there.
     """
-    if type(value) is Tensor:  # most often, and once for each gradient of a step
+    if type(value) in _PLAIN:  # most often, and once for each gradient of a step
         return [value]
     parts: Iterable[Any]
     if isinstance(value, Tensor):
         wrapper: Any = value
         if not hasattr(wrapper, "__tensor_flatten__"):
-            return [value]
+            return [value, *_attached(value.__dict__, _DEEPEST)]
         names, _ = wrapper.__tensor_flatten__()
         parts = (getattr(wrapper, name) for name in names)
     elif isinstance(value, Mapping):
@@ -38,6 +43,22 @@ def plain_tensors(value: Any) -> list[Tensor]:
     else:
         return []
     return [tensor for part in parts for tensor in plain_tensors(part)]
+
+
+def _attached(value: Any, depth: int) -> list[Tensor]:
+    """Returns the tensors in a container or in an object's attributes, at most so deep."""
+    if isinstance(value, Tensor):
+        return plain_tensors(value) if hasattr(value, "__tensor_flatten__") else [value]
+    if not depth or isinstance(value, (type, nn.Module, TorchDispatchMode)):
+        return []
+    parts: Iterable[Any]
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    else:
+        parts = getattr(value, "__dict__", {}).values()
+    return [tensor for part in parts for tensor in _attached(part, depth - 1)]
 
 
 def storage_of(tensor: Tensor) -> tuple[object, int]:

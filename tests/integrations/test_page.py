@@ -16,6 +16,7 @@ PAGES = {  # and what they need
     "trainers/accelerate": ["accelerate"],
     "trainers/timm": ["timm"],
     "trainers/trl": ["transformers", "trl"],
+    "trainers/peft": ["transformers", "peft", "bitsandbytes"],
 }
 
 if not ms._native.available:

@@ -96,12 +96,12 @@ def tokenizer():
     )
 
 
-def model():
+def model(layers=1):
     import transformers
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=layers,
         num_attention_heads=2, num_key_value_heads=2, pad_token_id=0, eos_token_id=1,
         bos_token_id=1, initializer_range=0.5,
     )  # fmt: skip
@@ -322,6 +322,35 @@ def test_trainers_that_fit(trl, kind, technique):
         one["loss"] for one in expected if "loss" in one
     ]
     assert all(map(torch.equal, trained, weights))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's
+@pytest.mark.parametrize("reference", ["of its own", "without adapters"])
+def test_preferences_within_a_budget(trl, reference):
+    """The reference model is predicted, and the losses are the plain ones."""
+    peft = library("peft")
+    losses = []
+    for fit in (None, ms.integrations.transformers.Fit("1GB", technique="checkpoint by block")):
+        config = trl.DPOConfig(
+            output_dir="out", use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+            per_device_train_batch_size=2, max_steps=3, logging_steps=1, learning_rate=1e-2,
+            bf16=False, gradient_checkpointing=False,
+        )  # fmt: skip
+        more = {"ref_model": model(2)}
+        if reference == "without adapters":
+            adapters = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+            more = {"peft_config": peft.LoraConfig(r=4, **adapters)}
+        torch.manual_seed(0)
+        trainer = trl.DPOTrainer(
+            model(2), args=config, train_dataset=rows("DPO"), processing_class=tokenizer(),
+            callbacks=[] if fit is None else [fit], **more,
+        )  # fmt: skip
+        trainer.train()
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+    assert fit.fitted.technique == "checkpoint by block"
+    if ms._native.available:
+        assert fit.fitted.measured == pytest.approx(fit.fitted.predicted, rel=0.02)
 
 
 def test_patched_twice_and_other_versions(trl, monkeypatch):

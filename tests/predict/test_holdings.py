@@ -179,3 +179,24 @@ def test_dtensors_count_with_their_local_shard(kind):
             assert "in backward, state_dtype=8bit" not in footprint.unpredicted
     finally:
         dist.destroy_process_group()
+
+
+class Coded(nn.Parameter):
+    """As bitsandbytes' Params4bit: scales are in an object that an attribute holds."""
+
+
+class Scales:
+    def __init__(self, count, more=None):
+        self.absmax, self.more, self.shape = torch.rand(count), more, torch.Size([count])
+
+
+def test_what_parameters_of_a_class_of_their_own_hold():
+    module = nn.Linear(8, 8)
+    codes = torch.zeros(256, dtype=torch.uint8)
+    weight = Coded(codes, requires_grad=False)
+    weight.scales, weight.module, weight.alias = Scales(64, Scales(2)), module, codes
+    weight.itself = [weight, {"one": Scales(1)}]
+    module.weight = weight
+    held = ms.memory.footprint(module, None).now
+    assert held.parameters.bytes == 256 + 4 * (64 + 2 + 1) + 4 * 8
+    assert held.by_dtype["parameters"]["uint8"].bytes == 256

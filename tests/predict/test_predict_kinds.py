@@ -164,3 +164,43 @@ def test_where_a_fake_kernel_differs_a_note_says_so():
             ms.memory.predict(build)
     if hasattr(raised.value, "add_note"):  # since Python 3.11
         assert "If the step runs by itself" in raised.value.__notes__[0]
+
+
+class Codes(torch.Tensor):
+    """A weight whose values numpy reads."""
+
+    @staticmethod
+    def __new__(cls, codes):
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        made.codes = codes
+        return made
+
+    def __init__(self, codes):
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes)
+        plain = [torch.from_numpy(a.codes.numpy() * 0.1) if type(a) is cls else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+def of_codes():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    codes = Codes(torch.randint(9, (64, 64), dtype=torch.float32))
+    model[1].weight = nn.Parameter(codes, requires_grad=False)
+    return model
+
+
+def test_a_class_that_cannot_run_on_fakes_is_named():
+    model, x = of_codes(), torch.randn(32, 64)
+    model(x).sum().backward()
+    of_class = f"tensors of the class {Codes.__module__}.Codes cannot be predicted: .numpy"
+    with pytest.raises(RuntimeError, match=of_class):
+        ms.memory.predict(model, None, x, loss=torch.sum)
+    if ms._native.available:
+        handle = ms.remat_module(model, budget=0.5)
+        model(x).sum().backward()
+        report = " ".join(handle.report().split())
+        assert "which is measured and has no plan yet" in report and of_class in report

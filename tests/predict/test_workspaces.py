@@ -1,6 +1,12 @@
 """memory.predict() of what kernels on the CPU make for themselves, and of gradients that fakes do
 otherwise."""
 
+import contextlib
+import functools
+import os
+import signal
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -263,3 +269,82 @@ def test_what_was_too_low(make, shape, threads):
         assert_near(without_optimizer(made), 0.02)
     finally:
         torch.set_num_threads(before)
+
+
+# Operators of libraries, of which a fake kernel tells the results alone.
+
+
+@functools.cache  # an operator lives as long as the process
+def library_operators():
+    library = torch.library.Library("memsave_tests", "FRAGMENT")
+
+    def product(x, codes, scales, *, bias=None):
+        weight = codes.float() * scales  # as bitsandbytes' products of weights in four bits
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def ends(x):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def stands_still(x):
+        threading.Event().wait()
+
+    def raises(x):
+        raise ValueError("no zeros")
+
+    library.define("product(Tensor x, Tensor codes, Tensor scales, *, Tensor? bias=None) -> Tensor")
+    library.impl("product", product, "CPU")
+    for kernel in (ends, stands_still, raises):
+        library.define(f"{kernel.__name__}(Tensor x) -> Tensor")
+        library.impl(kernel.__name__, kernel, "CPU")
+        name = f"memsave_tests::{kernel.__name__}"
+        torch.library.register_fake(name, torch.empty_like, lib=library)
+    library.define("elsewhere(Tensor x) -> Tensor")
+    torch.library.register_fake("memsave_tests::elsewhere", torch.empty_like, lib=library)
+    torch.library.register_fake(
+        "memsave_tests::product",
+        lambda x, codes, scales, bias=None: x.new_empty(*x.shape[:-1], len(codes)),
+        lib=library,
+    )
+    return library, torch.ops.memsave_tests
+
+
+def test_what_operators_of_libraries_make_inside():
+    _, operators = library_operators()
+    codes = torch.randint(9, (512, 256), dtype=torch.uint8)
+    scales, bias = torch.rand(512, 1), torch.rand(512)
+    weight = nn.Parameter(torch.randn(16, 256))
+
+    def build():
+        def step():
+            with torch.no_grad():
+                y = operators.product(weight, codes, scales, bias=bias)
+            (weight.sum() + y.sum()).backward()
+            weight.grad = None
+
+        model = nn.Module()
+        model.weight = weight
+        return model, None, step
+
+    predicted, t = assert_near(build, 1e-3)
+    assert t.peak > 512 * 256 * 4 and predicted.at_peak["other"] > 512 * 256 * 4
+
+
+@pytest.mark.parametrize("name", ["ends", "stands_still", "raises", "elsewhere"])
+def test_operators_of_libraries_that_cannot_be_measured(name):
+    _, operators = library_operators()
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def build():
+        def step():
+            with torch.no_grad():
+                y = getattr(operators, name)(x)
+            (x * y).sum().backward()
+            x.grad = None
+
+        return nn.Module(), None, step
+
+    expected = contextlib.nullcontext()
+    if name != "elsewhere":  # it has no kernel for the CPU
+        expected = pytest.warns(UserWarning, match=f"temporary memory of memsave_tests.{name}")
+    with expected:
+        assert ms.memory.predict(build).peak == pytest.approx(2 * x.nbytes, rel=0.01)
