@@ -23,7 +23,8 @@ from ..shared.tensors import bytes_held
 from ..store.mapped import in_memory
 from .applied import Applied, apply, check, check_options, undone_by_errors
 from .batch import Forward, Loss, checked_others, from_batch, tensors_of
-from .fits import Fit, evaluation_peak, search
+from .fits import evaluation_peak, search
+from .found import Fit
 from .predict import check_timeout
 from .techniques import ALL, Techniques, named, technique_of
 
