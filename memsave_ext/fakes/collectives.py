@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_leaves
 
+from ..adam.ddp import _hooks as attached_hooks
 from .patches import Patch, patch
 
 _EMPTY = torch.ops.aten.empty.memory_format
@@ -60,9 +61,29 @@ def become_rank(count: int) -> None:
     world.group_count = 0
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
     dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
-    patch(_patches())
+    patch(_of_groups())
+    stay()
+
+
+def stay() -> None:
+    """In a child: lets this process be one of those that it was one of, without the others."""
+    patch(_of_wrappers())
     # Hooks ask whether what was reduced is the bucket itself, which of fakes is found, too.
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+
+
+def renew(ddp: parallel.DistributedDataParallel) -> None:
+    """Gives a module that was wrapped before a reducer for fakes in place of its own, whose buckets
+    are real."""
+    parts: Any = ddp
+    parts.reducer._remove_autograd_hooks()
+    parameters, sparse = parts._build_params_for_reducer()
+    parts._ddp_init_helper(parameters, sparse, {}, parts.static_graph)
+    hooks, parts._comm_hooks = parts._comm_hooks, []
+    if attached_hooks.pop(ddp, None) is None:  # else the optimizer is attached once more
+        for hook, state in hooks:
+            parts.register_comm_hook(state, hook)
+    _wrapped.add(ddp)
 
 
 def wrapped() -> list[parallel.DistributedDataParallel]:
@@ -81,13 +102,19 @@ def buckets() -> list[Tensor]:
     return [bucket for reducer in _reducers for bucket in reducer.buckets]
 
 
-def _patches() -> list[Patch]:
+def _of_groups() -> list[Patch]:
+    """Those of a group that takes the place of others."""
     return [
         # A program makes its own group; the one that is there takes its place.
         Patch(dist, "init_process_group", _nothing),
         Patch(distributed_c10d, "init_process_group", _nothing),
         Patch(dist, "destroy_process_group", _nothing),
         Patch(distributed_c10d, "destroy_process_group", _nothing),
+    ]
+
+
+def _of_wrappers() -> list[Patch]:
+    return [
         # These read what others have sent. What this rank has sent is there already.
         Patch(dist, "broadcast_object_list", _nothing),
         Patch(dist, "all_gather_object", _same_objects),

@@ -210,6 +210,7 @@ def evaluation_peak(
     method: str,
     place: Offload | None,
     others: int,
+    ranks: Ranks | None,
     timeout: float | None,
 ) -> int | None:
     """Returns what an evaluation of the batch needs after a step; None where that is not known.
@@ -218,9 +219,10 @@ def evaluation_peak(
         techniques: that the step has.
         method, place: as of :meth:`Techniques.apply`.
         others: the least that other models take.
+        ranks: as of :func:`search`.
     """
     with _Predictions(
-        build, budget, device, method, place, timeout, None, (), others
+        build, budget, device, method, place, timeout, None, (), others, ranks
     ) as predictions:
         try:
             with warnings.catch_warnings():

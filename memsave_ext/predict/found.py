@@ -203,7 +203,7 @@ class Fits:
         row = next((row for row in self.rows if row.name == chosen.name), None)
         if row is not None and row.peak is None:
             raise ValueError(f"apply: {row.name} does not apply: {row.reason}")
-        options = {
+        options: dict[str, Any] = {
             "accumulate_when": accumulate_when,
             "max_grad_norm": max_grad_norm,
             "grad_scaler": grad_scaler,

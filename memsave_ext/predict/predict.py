@@ -25,7 +25,7 @@ from ..shared.modules import Layer, Modules
 from ..shared.progress import Progress
 from .batch import FromBatch, from_batch
 from .distributed import built_alone, refuse_distributed
-from .ranks import Ranks, Shard, ranks_of
+from .ranks import Ranks, Shard, is_wrapped, ranks_of, ranks_there
 from .tracker import FakeTracker
 
 SECONDS = 60.0  # that a prediction may take, and for each parameter
@@ -164,7 +164,15 @@ def predict(
     check_timeout("predict", timeout)
     ranks = ranks_of("predict", devices, shard)
     if isinstance(build, nn.Module):
-        refuse_distributed(build)
+        if is_wrapped(build):
+            if ranks is not None:
+                raise ValueError(
+                    "predict: the model is wrapped for the processes that there are already; leave "
+                    "out devices= and shard="
+                )
+            ranks = ranks_there("predict")
+        else:
+            refuse_distributed(build)
         build = from_batch(build, optimizer, batch, loss, others=others)
     elif any(value is not None for value in (optimizer, batch, loss)) or others != ():
         raise TypeError(

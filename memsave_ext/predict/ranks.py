@@ -30,12 +30,12 @@ class Ranks:
 
     Attributes:
         who: the function that errors are of.
-        count: how many.
+        count: how many; None for those that there are, of a live model that is wrapped already.
         shard: what wraps the model; None where the function that builds it does.
     """
 
     who: str
-    count: int
+    count: int | None
     shard: Shard | None
 
     def before(self, build: Build) -> Build:
@@ -45,6 +45,10 @@ class Ranks:
         @functools.wraps(build)
         def built() -> Any:
             model, optimizer, step = checked(f"{self.who}: build", self._built(build))
+            if self.count is None:
+                for ddp in _modules_in_ddp(model):
+                    _collectives().renew(ddp)
+                return model, optimizer, step
             self._check(model)
             if self.shard == "fsdp2":
                 _shard(model, optimizer)
@@ -72,7 +76,10 @@ class Ranks:
     def join(self) -> Collective:
         """In a child: makes it one of the processes. Returns what runs collectives there."""
         collectives = _collectives()
-        collectives.become_rank(self.count)
+        if self.count is None:
+            collectives.stay()
+        else:
+            collectives.become_rank(self.count)
         run: Collective = collectives.run
         return run
 
@@ -134,9 +141,28 @@ def ranks_of(who: str, devices: object, shard: object) -> Ranks | None:
     check_count(f"{who}: devices", devices, 1)
     if not torch.distributed.is_available():
         raise ValueError(f"{who}: devices needs a torch that was built with torch.distributed")
+    _import()
+    return Ranks(who, devices, shard)  # type: ignore[arg-type]
+
+
+def ranks_there(who: str) -> Ranks:
+    """Returns the processes that there are, of a live model that is wrapped."""
+    _import()
+    return Ranks(who, None, None)
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether a model is in DistributedDataParallel, or its parameters are DTensors."""
+    return isinstance(model, DistributedDataParallel) or any(map(is_dtensor, model.parameters()))
+
+
+def _import() -> None:
     for name in _IMPORTS:
         importlib.import_module(name)  # in each child it would take seconds
-    return Ranks(who, devices, shard)  # type: ignore[arg-type]
+
+
+def _modules_in_ddp(model: nn.Module) -> list[DistributedDataParallel]:
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
 def _collectives() -> Any:

@@ -47,6 +47,8 @@ def test_a_rank_needs_what_is_predicted(truth, world, name):
     predicted = ms.memory.predict(BUILDS[name], devices=world).peak
     # What oneDNN takes for products of bfloat16 matrices is not known.
     tolerance = 0.02 if "mixed" in name else 1e-4
+    if "tensor" in name:
+        tolerance = 0.01  # after the collectives of DTensor there is no pause
     for peak in peaks:
         assert isinstance(peak, int), peak
         assert predicted == pytest.approx(peak, rel=tolerance)
