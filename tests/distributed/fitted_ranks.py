@@ -6,10 +6,13 @@ import warnings
 import torch
 import torch.distributed as dist
 from ranks import whole
-from sharded_steps import ROWS, WIDTH, network, sharded
+from sharded_steps import ROWS, WIDTH, network, pauses, sharded
 from torch.nn.parallel import DistributedDataParallel
 
 import memsave_ext as ms
+from memsave_ext.remat import ahead
+
+DEPTH = 2
 
 
 def square(result):
@@ -18,7 +21,7 @@ def square(result):
 
 def wrapped(kind):
     torch.manual_seed(0)
-    return DistributedDataParallel(network()) if kind == "ddp" else sharded()
+    return DistributedDataParallel(network(DEPTH)) if kind == "ddp" else sharded(depth=DEPTH)
 
 
 def train(kind, technique=None, budget="1GB", rows=ROWS):
@@ -81,12 +84,47 @@ def one_fails():
         return f"{type(error).__name__}: {error}"
 
 
+def first_step_planned():
+    """Of a step within a budget: what planned it, the first peaks beside the budget, losses."""
+    plans, plan = [], ahead._run
+
+    def counted(*args):
+        plans.append(plan(*args))
+        return plans[-1]
+
+    ahead._run = counted
+    try:
+        return plans, _steps_within("17.5MB"), _steps_within(None)
+    finally:
+        ahead._run = plan
+
+
+def _steps_within(budget):
+    x = torch.randn(8 * ROWS, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    tracked = ms.memory.track()
+    with tracked, pauses():
+        model = wrapped("fsdp2")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        handle = None if budget is None else ms.remat_module(model, budget=budget)
+        peaks, losses = [], []
+        for _ in range(3):
+            tracked.reset_peak()
+            loss = square(model(x))
+            loss.backward()
+            peaks.append(tracked.peak - x.nbytes)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    if handle is None:
+        return peaks, losses
+    return peaks, losses, handle.figures().recomputed_operators, " ".join(handle.report().split())
+
+
 KINDS = ("ddp", "fsdp2")
 TECHNIQUES = (
     "plain",
     None,
     "optimizer in backward",
-    "checkpoint by block",
     "checkpoint by block, Adam in backward",
     "remat within the budget",
 )
@@ -94,4 +132,4 @@ RUNS = {
     f"{kind}: {technique}": functools.partial(train, kind, technique)
     for kind in KINDS
     for technique in TECHNIQUES
-} | {one.__name__: one for one in (least_rows, nothing_fits, one_fails)}
+} | {one.__name__: one for one in (least_rows, nothing_fits, one_fails, first_step_planned)}

@@ -1,7 +1,9 @@
 """Training steps of wrapped models, built by the same functions on ranks and in predictions."""
 
+import contextlib
 import functools
 import time
+import unittest.mock
 
 import torch
 import torch.distributed as dist
@@ -133,13 +135,10 @@ def measured(name):
     """The peak of a later step on this rank, without the batch.
 
     All memory is followed from the beginning: that of gathered parameters comes from the allocator
-    that was there when FSDP2 made their storages. A thread of gloo holds what a collective was
-    given for some time after it is over, and of peaks without that pause one varies by a block.
+    that was there when FSDP2 made their storages.
     """
-    for collective in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
-        setattr(dist, collective, _with_a_pause(getattr(dist, collective)))
     tracked = ms.memory.track()
-    with tracked:
+    with tracked, pauses():
         _, _, step = BUILDS[name]()
         peaks = []
         for _ in range(4):
@@ -148,6 +147,18 @@ def measured(name):
             step()
             peaks.append(tracked.peak - ROWS * WIDTH * 4)
     return peaks[-1]
+
+
+@contextlib.contextmanager
+def pauses():
+    """A thread of gloo holds what a collective was given for some time after it is over: of peaks
+    without a pause after each one varies by a block."""
+    names = "all_gather_single", "reduce_scatter_single", "all_reduce"
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            slow = _with_a_pause(getattr(dist, name))
+            stack.enter_context(unittest.mock.patch.object(dist, name, slow))
+        yield
 
 
 def _with_a_pause(collective):
