@@ -36,6 +36,7 @@ ONCE += tests/predict/test_predict_gradients.py
 ONCE += $(addprefix tests/predict/test_predict_,offload.py values.py remat.py around.py)
 ONCE += $(addprefix tests/distributed/test_fsdp_,formats.py blocks.py blocks_saved.py clipping.py)
 ONCE += $(addprefix tests/distributed/test_,fsdp_clipped_loops.py fsdp_collectives.py dtensors.py)
+ONCE += tests/distributed/test_fit_ranks.py
 ONCE += $(addprefix tests/integrations/test_,fit_zoo.py fit_trainers.py zoo.py interrupts.py)
 ONCE += $(addprefix tests/integrations/test_,blocks_with_caches.py causal_lm_zoo.py quantized.py)
 ONCE += $(addprefix tests/packaging/test_,imports.py mistakes.py native.py packaging.py parts.py)

@@ -253,7 +253,7 @@ def _import() -> None:
     """Imports what fake tensors need: in each child it would take seconds."""
     with suppress(OSError):
         tempfile.gettempdir()  # which writes a file, the first time
-    if "torch.fx.experimental.symbolic_shapes" not in sys.modules:
+    if not {"torch.fx.experimental.symbolic_shapes", "torch._dynamo"} <= sys.modules.keys():
         new_mode()
 
 

@@ -31,7 +31,7 @@ def on_fakes(
         counted: tensors of whose memory it is told, too.
     """
     mode = new_mode()
-    patches.patch(patches.on_fakes())
+    patches.patch(patches.on_fakes(storages.resized))
     swapped = swap_all(child.tensors, mode)
     for tensor in plain_tensors(list(counted)):
         storages.note_before(tensor, counts=True)

@@ -55,8 +55,12 @@ def in_child(threads: int, cards: int | None, engine: Any) -> list[Patch]:
     return found
 
 
-def on_fakes() -> list[Patch]:
-    """Those of a step on fake tensors."""
+def on_fakes(resized: Callable[[torch.UntypedStorage], None]) -> list[Patch]:
+    """Those of a step on fake tensors.
+
+    Args:
+        resized: is called with a storage of which Python has set the size.
+    """
     return [
         # Operators on small tensors of known values compute values.
         Patch(fake_tensor, "CONSTANT_NUMEL_LIMIT", _value(MOST_KNOWN)),
@@ -71,6 +75,8 @@ def on_fakes() -> list[Patch]:
         Patch(FakeTensor, "tolist", _tolist),
         # torch adds the bias in place; of fake tensors it makes a sum.
         Patch(functional, "linear", _linear),
+        # FSDP2 makes and frees a gathered parameter's memory so, which no operator shows.
+        Patch(torch.UntypedStorage, "resize_", _resize(resized)),
     ]
 
 
@@ -149,6 +155,19 @@ def _deepcopy(before: Any) -> Any:
         return made
 
     return deepcopy
+
+
+def _resize(resized: Callable[[torch.UntypedStorage], None]) -> Callable[[Any], Any]:
+    def make(before: Any) -> Any:
+        def resize_(self: torch.UntypedStorage, size: int) -> Any:
+            result = before(self, size)
+            if self.device.type == "meta":  # as those of fakes are
+                resized(self)
+            return result
+
+        return resize_
+
+    return make
 
 
 def _tolist(before: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -19,7 +20,19 @@ from .repeats import Costs, Repeats
 from .values import Values, with_values
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "symm_mem")
+_DEFAULT_DISPATCH: Any = torch._C._disabled_torch_dispatch_impl
+Collective = Callable[[Any, tuple[Any, ...]], Any]
 WORKSPACE = 1  # the number of memory that has no storage, whose addresses are even
+
+
+@functools.cache
+def _run_others(types: tuple[type, ...]) -> bool:
+    """Whether one of the classes of arguments runs operators by itself, as DTensor does."""
+    return any(
+        not issubclass(kind, FakeTensor)
+        and getattr(kind, "__torch_dispatch__", None) not in (None, _DEFAULT_DISPATCH)
+        for kind in types
+    )
 
 
 class Storages(TorchDispatchMode):
@@ -34,6 +47,9 @@ class Storages(TorchDispatchMode):
         ran: called with about how long an operator would run.
         device: the device that is predicted. What kernels make and free themselves is known on the
             CPU alone; on CUDA sizes are rounded up as its caching allocator does.
+
+    Attributes:
+        collective: runs an operator of ``c10d``; None where other processes are not predicted.
     """
 
     def __init__(
@@ -54,6 +70,7 @@ class Storages(TorchDispatchMode):
         self._outside: dict[int, Tensor] = {}  # by id: the tensors that these are of
         self.reached: dict[int, Tensor] = {}  # by id: those of them that operators have read
         self.failed: Exception | None = None  # what an operator raised last
+        self.collective: Collective | None = None
         # While a formula runs that a step computes otherwise: its node, and what it has made.
         self._otherwise: tuple[int, dict[int, weakref.ref[torch.UntypedStorage]]] | None = None
 
@@ -66,6 +83,8 @@ class Storages(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.prim.device.default:  # most calls are this one
             return args[0].fake_device
+        if _run_others(types):
+            return NotImplemented  # it calls operators on what it wraps, which come here
         kwargs = kwargs or {}
         self._reach(args)
         self._tell_result()
@@ -76,10 +95,14 @@ class Storages(TorchDispatchMode):
                 self.memory(tensor)
             self._ran(SECONDS_PER_CALL)
             return view
-        if getattr(func, "namespace", None) in _COLLECTIVES:
-            raise RuntimeError(
-                f"{func} communicates with other processes, which run nothing in a prediction"
-            )
+        if (namespace := getattr(func, "namespace", None)) in _COLLECTIVES:
+            if self.collective is None:
+                raise RuntimeError(
+                    f"{func} communicates with other processes, which run nothing in a prediction "
+                    "without devices=, their number"
+                )
+            if namespace == "c10d":
+                return self.collective(func, args)
         func = self.makers.operator(func, args)
         call = self.repeats.call(func, args, kwargs)
         repeated = call and call.repeated(args)
@@ -129,6 +152,14 @@ class Storages(TorchDispatchMode):
                 return None
             self._tell(storage, node)
         return number, self._known[number][1]
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Reports that memory was freed, or made, by the size of its storage, which FSDP2 sets."""
+        number = storage._cdata
+        if number in self._known:
+            self._forget(number)
+        if storage.nbytes():
+            self._tell(storage, torch._C._current_autograd_node())
 
     def note_before(self, tensor: Tensor, *, counts: bool) -> None:
         """Knows the memory of a tensor that there was before, and tells of it where it counts."""

@@ -1,9 +1,11 @@
 """Shows memory: how much is held, by what, and when."""
 
 from ..predict.applied import Applied
+from ..predict.devices import FitsOnDevices
 from ..predict.fit import fit
-from ..predict.fits import Fit, Fits, fits
+from ..predict.fits import fits
 from ..predict.footprint import Footprint, footprint
+from ..predict.found import Fit, Fits
 from ..predict.predict import PredictedStep, predict
 from .account import Growth, Region, Step, TensorAtPeak, Timeline
 from .compare import Comparison, compare
@@ -19,6 +21,7 @@ __all__ = [
     "Comparison",
     "Fit",
     "Fits",
+    "FitsOnDevices",
     "Footprint",
     "Growth",
     "PredictedStep",

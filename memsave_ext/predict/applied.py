@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -24,6 +25,7 @@ from ..remat.offload import Offload
 from ..shared.dtensor import is_dtensor
 from ..shared.modules import Modules, is_compiled
 from ..shared.table import format_bytes
+from .ranks import is_wrapped
 from .techniques import Techniques, place_elsewhere, warn_of_means
 
 _TOLERANCE = 0.02  # of the predicted peak
@@ -109,11 +111,17 @@ class Applied:
             where = place_elsewhere(torch.device("cpu"), place) or ""
             states = " and states" if technique.states_elsewhere else ""
             self._elsewhere.append(f"weights{states} lie in {where}")
+        is_ddp = isinstance(model, DistributedDataParallel)
+        if in_backward is not None and is_ddp:
+            in_backward.attach(model)
         if in_backward is not None and condition is not None:
             in_backward.accumulate_when(condition)
         # Of an optimizer that wraps another the hooks run before its step has ended.
         tells_steps = optimizer is not None and with_step_hooks(optimizer) is optimizer
-        if tells_steps and predicted is not None and _parts.native("memory"):
+        # On a CPU the second step's tracker hears neither of what FSDP2 gathers nor of the buckets
+        # that DistributedDataParallel had before.
+        is_heard = not is_wrapped(model) or next(model.parameters()).is_cuda
+        if tells_steps and predicted is not None and _parts.native("memory") and is_heard:
             assert optimizer is not None
             # From its third step on remat without a budget follows a plan.
             number = 3 if technique.remat else 2
@@ -200,14 +208,19 @@ class Applied:
 
 
 def apply(
-    technique: Techniques, model: Any, optimizer: Any, *arguments: Any, **options: Any
+    technique: Techniques,
+    model: Any,
+    optimizer: Any,
+    *arguments: Any,
+    may_be_wrapped: bool = False,
+    **options: Any,
 ) -> Applied:
     """Checks a model and its optimizer, and applies the technique to them; see :class:`Applied`.
 
     Raises:
         TypeError, ValueError: what :func:`check` says; the technique does not apply.
     """
-    inside = check("apply", model, optimizer)
+    inside = check("apply", model, optimizer, may_be_wrapped=may_be_wrapped)
     check_options("apply", options)
     scaler = None if inside is optimizer else getattr(optimizer, "scaler", None)
     if scaler is not None and options.get("grad_scaler") is None:
@@ -237,7 +250,9 @@ def undone_by_errors(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def check(who: str, model: Any, optimizer: Any) -> Optimizer | None:
+def check(
+    who: str, model: Any, optimizer: Any, *, may_be_wrapped: bool = False
+) -> Optimizer | None:
     """Returns the optimizer, without what a trainer has wrapped around it.
 
     Raises:
@@ -258,11 +273,13 @@ def check(who: str, model: Any, optimizer: Any) -> Optimizer | None:
             "what the earlier fit() or apply() returned"
         )
     for module in model.modules():
+        if may_be_wrapped and module is model and isinstance(module, DistributedDataParallel):
+            continue
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise ValueError(
-                f"{who}: the model is wrapped in {type(module).__name__}, whose copies of "
-                "gradients are not predicted. Pass the model inside, before it is wrapped; an "
-                "optimizer that then steps in backward needs attach() afterwards"
+                f"{who}: the model is wrapped in {type(module).__name__}. Pass the model inside, "
+                "before it is wrapped; an optimizer that then steps in backward needs attach() "
+                "afterwards. memsave_ext.fit() also takes one in DistributedDataParallel"
             )
         if is_compiled(module):
             raise ValueError(
@@ -281,9 +298,10 @@ def check(who: str, model: Any, optimizer: Any) -> Optimizer | None:
             f"{who}: parameters of this {type(model).__name__} have no shape yet: call it once, "
             "then make its optimizer"
         )
-    if any(is_dtensor(p) for p in model.parameters()):
+    if not may_be_wrapped and any(is_dtensor(p) for p in model.parameters()):
         raise ValueError(
-            f"{who}: the model has DTensor parameters, as FSDP2 makes them, which are not supported"
+            f"{who}: the model has DTensor parameters, as FSDP2 makes them, which are not "
+            "supported here. memsave_ext.fit() takes it"
         )
     return unwrapped(optimizer)
 

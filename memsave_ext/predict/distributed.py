@@ -15,8 +15,9 @@ _WRAPPERS = {
     "torch.distributed._composable": "FSDP",
 }
 _UNWRAPPED = (
-    "Predict the model before it is wrapped, which is what one process holds without sharding; "
-    "memory.footprint(model, optimizer) tells what a shard holds"
+    "Predict the model before it is wrapped, which is what one process holds without sharding, or "
+    "with devices= a function that builds and wraps it; memory.footprint(model, optimizer) tells "
+    "what a shard holds"
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,13 @@ from ..shared.checks import check_count
 from ..shared.device_memory import device_memory
 from ..shared.tensors import bytes_held
 from ..store.mapped import in_memory
+from .agreement import agreed
 from .applied import Applied, apply, check, check_options, undone_by_errors
 from .batch import Forward, Loss, checked_others, from_batch, tensors_of
-from .fits import Fit, evaluation_peak, search
+from .fits import evaluation_peak, search
+from .found import Fit, Fits
 from .predict import check_timeout
+from .ranks import is_wrapped, ranks_there
 from .techniques import ALL, Techniques, named, technique_of
 
 # Without a budget remat has its plan from the third step on; with one it costs no more.
@@ -67,7 +70,9 @@ def fit(
     more than 2 % off the predicted one, a warning says so.
 
     Args:
-        model: the model, on the device that it is trained on.
+        model: the model, on the device that it is trained on. In DistributedDataParallel, or
+            sharded by FSDP2: all processes call this, and take one technique, the cheapest that
+            fits in each.
         optimizer: its optimizer, with states or without; None for a loop without states. An
             optimizer that accelerate or Lightning has wrapped is taken out of it.
         batch: what the model is called with: a dict of keyword arguments, a tuple of arguments, or
@@ -101,9 +106,9 @@ def fit(
 
     Raises:
         torch.OutOfMemoryError: nothing fits. It says what was tried, and the lowest peak.
-        TypeError, ValueError: an argument is not as said above; the model is wrapped for several
-            processes, compiled, or has a technique applied to it already; the named technique does
-            not apply.
+        TypeError, ValueError: an argument is not as said above; the model is wrapped in
+            DataParallel, compiled, or has a technique applied to it already; the named technique
+            does not apply.
         RuntimeError: the step cannot be predicted; see :func:`memory.predict`.
     """
     options = {
@@ -118,6 +123,7 @@ def fit(
     with undone_by_errors(model):
         made = fitted(
             model, optimizer, batch, budget, loss=loss, technique=technique, refused=reason,
+            may_be_wrapped=True,
             micro_batches=micro_batches, verbose=verbose, others=others, place=offload,
             options=options, timeout=timeout,
         )  # fmt: skip
@@ -146,6 +152,7 @@ def fitted(
     forward: Forward | None = None,
     keeps_gradients: bool = False,
     method: str = "forward",
+    may_be_wrapped: bool = False,
     others: Iterable[nn.Module | Tensor] = (),
     place: Offload | None = None,
     options: dict[str, Any],
@@ -161,7 +168,7 @@ def fitted(
         method, place: as of :meth:`Techniques.apply`.
         options: as of :class:`Applied`.
     """
-    inside = check("fit", model, optimizer)
+    inside = check("fit", model, optimizer, may_be_wrapped=may_be_wrapped)
     check_options("fit", options)
     others = checked_others("fit", others)
     check_count("fit: micro_batches", micro_batches, 1)
@@ -188,10 +195,19 @@ def fitted(
         beside = max(allocated - bytes_held([*_held(model, inside), *tree_leaves(batch)]), 0)
     place = check_offload(place, None, True, device)
     with torch.inference_mode(False), torch.enable_grad():
-        found = search(
-            build, limit, device=device, among=among, refused=refused, method=method, place=place,
-            others=beside, timeout=timeout,
-        )  # fmt: skip
+        ranks = ranks_there("fit") if is_wrapped(model) else None
+
+        def tried(among: Sequence[Techniques]) -> Fits:
+            return search(
+                build, limit, device=device, among=among, refused=refused, method=method,
+                place=place, others=beside, ranks=ranks, timeout=timeout,
+            )  # fmt: skip
+
+        if ranks is None or technique is not None:
+            found = tried(among)
+        else:
+            names = [one.name for t in among for one in (t, t.for_loops_that_clip()) if one]
+            found = agreed(lambda: tried(among), names, lambda name: tried([named("fit", name)]))
     chosen = found.cheapest if technique is None else found.rows[0]
     if chosen is None:
         raise torch.OutOfMemoryError(found.sentence("fit"))
@@ -205,17 +221,18 @@ def fitted(
         with torch.inference_mode(False), torch.enable_grad():
             evaluation = evaluation_peak(
                 build, limit, techniques, device=device, method=method, place=place,
-                others=found.others, timeout=timeout,
+                others=found.others, ranks=ranks, timeout=timeout,
             )  # fmt: skip
     with undone_by_errors(model):
         made = apply(
             techniques, model, optimizer, limit, chosen.peak,
-            others=found.others, spare=spare, method=method, place=place, **options,
+            others=found.others, spare=spare, method=method, place=place,
+            may_be_wrapped=may_be_wrapped, **options,
         )  # fmt: skip
         made.evaluation = evaluation
         made.may_be_less |= is_largest
         made.resume = found.others + _resume_bytes(techniques, model, inside, chosen)
-        if verbose:
+        if verbose and (ranks is None or torch.distributed.get_rank() == 0):
             print(made, file=sys.stdout)
         return made
 

@@ -10,44 +10,28 @@ import json
 import os
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, TextIO
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from ..adam.clip_guard import NothingToClip
 from ..dry_run.child import Child
 from ..memory.account import TensorAtPeak
-from ..memory.events import CATEGORIES
 from ..memory.measure import Build
 from ..memory.subjects import UsageError, load
 from ..remat.offload import Offload, check_offload
 from ..shared.budgets import read_budget
 from ..shared.checks import check_count
 from ..shared.progress import Progress
-from ..shared.table import (
-    Text,
-    as_text,
-    format_bytes,
-    format_seconds,
-    print_table,
-)
-from .applied import Applied, apply
 from .batch import FromBatch
-from .picture import plot_fits
+from .devices import FitsOnDevices, counts_of, search_devices
+from .found import Fit, Fits, lowest
 from .predict import PredictedStep, Told, check_timeout, device_of, result_of, start
-from .techniques import ALL, Techniques, named, place_elsewhere, technique_of
+from .ranks import Ranks, Shard, ranks_of
+from .techniques import ALL, Techniques, place_elsewhere
 
-_LAST_ON_CUDA = [techniques for techniques in ALL if not techniques.weights_elsewhere][-1]
-_LAST = {
-    techniques.name
-    for last in (ALL[-1], _LAST_ON_CUDA)
-    for techniques in (last, last.for_loops_that_clip())
-    if techniques is not None
-}
 _NOTHING_TO_CLIP = "the step clips gradients, or looks at them, and a step in backward leaves none"
 _MOST = 1 << 20  # the largest batch that is asked for
 _HELP = """
@@ -55,208 +39,6 @@ FUNCTION returns a tuple (model, optimizer or None, step), where step, without a
 training step. FUNCTION takes no arguments, or a batch size; then the largest that fits is found.
 Nothing is allocated: FUNCTION and step run on fake tensors.
 """
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What one combination of techniques needs.
-
-    Attributes:
-        name: the techniques, such as ``"checkpoint by block, Adam in backward"``.
-        cost: what they cost.
-        peak: predicted bytes; None where they do not apply.
-        at_peak: the peak by category.
-        fits: whether the peak is within the budget.
-        largest_batch: the largest batch that fits, 0 for none; None where ``build`` takes no batch
-            or they do not apply.
-        reason: why they do not apply, else ``""``.
-        moved: the most bytes that lie elsewhere at a time, in the place ``offload``; not in the
-            peak. None where they do not apply or nothing is moved.
-        bus_seconds: about how long a step's copies there and back take, beside its arithmetic.
-    """
-
-    name: str
-    cost: str
-    peak: int | None = None
-    at_peak: dict[str, int] | None = None
-    fits: bool = False
-    largest_batch: int | None = None
-    reason: str = ""
-    moved: int | None = None
-    bus_seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Fits:
-    """What :func:`fits` returns; ``rows`` are in the order of their cost, the cheapest first.
-
-    The last is the first that fits, unless all were asked for.
-
-    Attributes:
-        rows: a combination of techniques each.
-        budget: bytes.
-        device: the device that was predicted for.
-        batch: the batch that peaks are of; None where ``build`` takes none.
-        largest: the largest tensors at the lowest peak.
-        offload: the place where techniques may move memory to; None for nowhere.
-        others: bytes of every peak that are other models', as :attr:`PredictedStep.others`.
-        hints: what else would lower that peak, by a change of the model's code: a sentence each.
-    """
-
-    rows: list[Fit]
-    budget: int
-    device: str
-    batch: int | None
-    largest: list[TensorAtPeak]
-    hints: list[str]
-    offload: str | None = None
-    others: int = 0
-
-    @property
-    def cheapest(self) -> Fit | None:
-        """The first row that fits; None if none does."""
-        return next((row for row in self.rows if row.fits), None)
-
-    def __str__(self) -> str:
-        return self.report()
-
-    def report(self, *, file: TextIO | None = None) -> Text:
-        """Returns a table with a row for each combination, and which is the cheapest, or what holds
-        the memory.
-
-        Args:
-            file: where to print it, too; None for nowhere.
-        """
-        return as_text(self._write, file)
-
-    def _write(self, file: TextIO) -> None:
-        moves = any(row.moved for row in self.rows)
-        cells = [
-            (
-                row.name,
-                "-" if row.peak is None else format_bytes(row.peak),
-                "yes" if row.fits else "no" if row.peak is not None else "-",
-                "-" if row.largest_batch is None else row.largest_batch,
-                *_moved(row, moves),
-                row.cost,
-            )
-            for row in self.rows
-        ]
-        more = ["moved", "copies take"] if moves else []
-        columns = ["technique", "peak", "fits", "largest batch", *more, "cost"]
-        title = f"{self._title()}, in a budget of {format_bytes(self.budget)}"
-        print_table(title, columns, cells, file)
-        print(self.verdict(), file=file)
-        for line in (*self.not_applied(), *self.hints):
-            print(line, file=file)
-
-    def not_applied(self) -> Iterator[str]:
-        """Yields a sentence for each reason why techniques were not tried."""
-        reasons: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.peak is None:
-                reasons.setdefault(row.reason, []).append(row.name)
-        for reason, names in reasons.items():
-            yield f"Not tried: {'; '.join(names)} ({reason})."
-        if self.rows[-1].fits and self.rows[-1].name not in _LAST:
-            yield "More expensive techniques were skipped; every=True, or --every, tries them, too."
-
-    def verdict(self) -> str:
-        """Returns the cheapest that fits, or what holds the memory."""
-        if self.cheapest is not None:
-            return f"The cheapest that fits: {self.cheapest.name}."
-        lowest = _lowest(self.rows)
-        assert lowest.at_peak is not None and lowest.peak is not None
-        parts = [f"{c} {format_bytes(lowest.at_peak[c])}" for c in CATEGORIES if lowest.at_peak[c]]
-        tensors = [
-            f"{t.name or t.module or t.category} {format_bytes(t.bytes)}" for t in self.largest
-        ]
-        return (
-            f"Nothing fits. The lowest peak is {format_bytes(lowest.peak)}, with {lowest.name}: "
-            f"{', '.join(parts)}. Its largest tensors: {', '.join(tensors)}."
-        )
-
-    def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-        """Draws a bar for each combination, what its peak is made of, with the budget's line and
-        what it costs. Needs matplotlib.
-
-        Args:
-            path: the file to write, such as ``"fits.png"``; its suffix names the format.
-            title: printed above the picture; None for one that names the device and the batch.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: matplotlib cannot write that format.
-        """
-        plot_fits(self.rows, self.budget, path, self._title() if title is None else title)
-
-    def _title(self) -> str:
-        at = "" if self.batch is None else f", batch {self.batch}"
-        return f"Predicted peaks of a training step on {self.device}{at}"
-
-    def apply(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        technique: str | None = None,
-        *,
-        accumulate_when: Callable[[], object] | None = None,
-        max_grad_norm: float | None = None,
-        grad_scaler: torch.amp.GradScaler | None = None,
-        means: str | None = None,
-    ) -> Applied:
-        """Applies the cheapest technique that fits to a real model and its optimizer, in place.
-
-        Args:
-            model: a model such as was predicted.
-            optimizer: its optimizer; None for a loop without states.
-            technique: the name of a row to apply in place of the cheapest that fits, whether it
-                fits or not.
-            accumulate_when, max_grad_norm, grad_scaler, means: as of :func:`memsave_ext.fit`.
-
-        Returns:
-            A handle with what the loop must use, and ``undo()``.
-
-        Raises:
-            torch.OutOfMemoryError: nothing fits. It says what was tried, and the lowest peak.
-            TypeError, ValueError: an argument is not as said above; the model is wrapped for
-                several processes, compiled, or has a technique applied to it already; the named
-                technique does not apply.
-        """
-        technique = technique_of("apply", technique, means)
-        if technique is None and self.cheapest is None:
-            raise torch.OutOfMemoryError(self.sentence("apply"))
-        chosen = named("apply", technique or self.cheapest.name)  # type: ignore[union-attr]
-        row = next((row for row in self.rows if row.name == chosen.name), None)
-        if row is not None and row.peak is None:
-            raise ValueError(f"apply: {row.name} does not apply: {row.reason}")
-        options = {
-            "accumulate_when": accumulate_when,
-            "max_grad_norm": max_grad_norm,
-            "grad_scaler": grad_scaler,
-        }
-        peak = None if row is None else row.peak
-        return apply(
-            chosen, model, optimizer, self.budget, peak,
-            others=self.others, place=self.offload, **options,
-        )  # fmt: skip
-
-    def sentence(self, who: str) -> str:
-        """Returns what an error of ``who`` says where nothing fits."""
-        tried = (row for row in self.rows if row.peak is not None)
-        names = ", ".join(f"{row.name} ({format_bytes(row.peak or 0)})" for row in tried)
-        return " ".join(
-            [
-                f"{who}: {self.verdict()} Budget: {format_bytes(self.budget)}. Tried: {names}.",
-                *self.not_applied(),
-                *self.hints,
-                "The step would run out of memory.",  # by which libraries know what to retry
-            ]
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns all fields as numbers, strings, lists and dicts."""
-        return {**asdict(self), "cheapest": self.cheapest.name if self.cheapest else None}
 
 
 def fits(
@@ -267,9 +49,11 @@ def fits(
     device: torch.device | str = "cuda",
     every: bool = False,
     offload: Offload | None = None,
+    devices: int | Sequence[int] | None = None,
+    shard: Shard | None = None,
     progress: bool | None = None,
     timeout: float | None = None,
-) -> Fits:
+) -> Fits | Any:  # Any: the other class is found only where it is asked for
     """Predicts which techniques make a training step fit into ``budget``, the cheapest first, and
     stops at the first that does.
 
@@ -291,9 +75,18 @@ def fits(
         offload: as of :func:`remat`, a folder on the CPU and ``"cpu"`` on CUDA: techniques that
             move memory there are tried, too. Bytes that lie there and the time of copies, on CUDA
             at PCIe 4's 25 GB/s, are told beside the peak.
+        devices: how many devices there are, each with a process of the step: a number or several.
+            Of a range, such as ``range(1, 65)``, numbers are tried until the smallest that fits is
+            found. ``budget`` and ``batch`` are those of one device.
+        shard: with ``devices``: ``"fsdp2"`` shards the blocks of the model and the rest by
+            ``fully_shard``, ``"ddp"`` wraps it in DistributedDataParallel, with their defaults.
+            None where ``build`` does either itself, of any mesh and with any options.
         progress: whether to show on stderr what is tried now, with a bar where tqdm is installed;
             None: where it is a terminal.
         timeout: the most seconds that each prediction may take, as of :func:`predict`.
+
+    Returns:
+        :class:`Fits`, or :class:`FitsOnDevices` where ``devices`` is given.
 
     Raises:
         TypeError, ValueError: an argument, or what ``build`` returned, is not as said above.
@@ -313,10 +106,19 @@ def fits(
         raise TypeError(f"fits: build must be a function, got {type(build).__name__}")
     size = batch if _takes_batch(build) else None
     offload = check_offload(offload, None, True, None)
-    return search(
-        build, limit, device=chosen, batch=size, every=every, place=offload, progress=progress,
-        timeout=timeout,
-    )  # fmt: skip
+
+    def on(ranks: Ranks | None) -> Fits:
+        return search(
+            build, limit, device=chosen, batch=size, every=every, place=offload, ranks=ranks,
+            progress=progress, timeout=timeout,
+        )  # fmt: skip
+
+    if devices is None:
+        return on(ranks_of("fits", None, shard))
+    counts = counts_of(devices)
+    ranks = {count: ranks_of("fits", count, shard) for count in counts}
+    found, failed = search_devices(counts, lambda count: on(ranks[count]), every)
+    return FitsOnDevices(found, limit, shard, failed)
 
 
 def search(
@@ -331,6 +133,7 @@ def search(
     method: str = "forward",
     place: Offload | None = None,
     others: int = 0,
+    ranks: Ranks | None = None,
     progress: bool | None = None,
     timeout: float | None = None,
 ) -> Fits:
@@ -343,12 +146,13 @@ def search(
         method, place: as of :meth:`Techniques.apply`. Without a place, what needs one is left out
             where it is not all that is to be tried.
         others: the least that other models take.
+        ranks: the processes of which the step is one; None for a step of one process.
     """
     if place is None and len(among) > 1:
         among = [techniques for techniques in among if not techniques.offload]
     rows, tops = [], {}
     to = None if place is None else os.fspath(place)
-    if len(among) > 1 and device.type != "cpu":
+    if len(among) > 1 and (device.type != "cpu" or ranks is not None):
         among = [techniques for techniques in among if not techniques.weights_elsewhere]
     has_place = place_elsewhere(device, place) is not None
     instead = {t: t.for_loops_that_clip() if has_place else None for t in among}
@@ -356,7 +160,16 @@ def search(
     with (
         Progress("fits", len(among), progress) as shown,
         _Predictions(
-            build, budget, device, method, place, timeout, batch, [*filter(None, tried)], others
+            build,
+            budget,
+            device,
+            method,
+            place,
+            timeout,
+            batch,
+            [*filter(None, tried)],
+            others,
+            ranks,
         ) as predictions,
     ):
 
@@ -380,11 +193,12 @@ def search(
             if row.fits and not every:
                 break
             shown.end()
+    count = None if ranks is None else ranks.count
     if not any(row.peak is not None for row in rows):  # the only one that was tried does not apply
-        return Fits(rows, budget, str(device), batch, [], [], to)
-    top = tops[_lowest(rows).name]
+        return Fits(rows, budget, str(device), batch, [], [], to, devices=count)
+    top = tops[lowest(rows).name]
     others = predictions.others
-    return Fits(rows, budget, str(device), batch, top.largest, top.hints, to, others)
+    return Fits(rows, budget, str(device), batch, top.largest, top.hints, to, others, count)
 
 
 def evaluation_peak(
@@ -396,6 +210,7 @@ def evaluation_peak(
     method: str,
     place: Offload | None,
     others: int,
+    ranks: Ranks | None,
     timeout: float | None,
 ) -> int | None:
     """Returns what an evaluation of the batch needs after a step; None where that is not known.
@@ -404,9 +219,10 @@ def evaluation_peak(
         techniques: that the step has.
         method, place: as of :meth:`Techniques.apply`.
         others: the least that other models take.
+        ranks: as of :func:`search`.
     """
     with _Predictions(
-        build, budget, device, method, place, timeout, None, (), others
+        build, budget, device, method, place, timeout, None, (), others, ranks
     ) as predictions:
         try:
             with warnings.catch_warnings():
@@ -439,11 +255,12 @@ class _Predictions:
         batch: int | None,
         order: Sequence[Techniques],
         others: int,
+        ranks: Ranks | None = None,
     ) -> None:
         self._build, self._budget, self._device = build, budget, device
         self.others = others
         self._method, self._place, self._timeout = method, place, timeout
-        self._batch = batch
+        self._batch, self._ranks = batch, ranks
         self._waiting = list(order)
         self._running: dict[Techniques, Child[Told]] = {}
         self._at_once = 1
@@ -486,8 +303,15 @@ class _Predictions:
         made = self._build if size is None else functools.partial(self._build, size)
         uses = made if isinstance(made, FromBatch) else None
         budget = max(self._budget - self.others, 1)
+        if self._ranks is not None:
+            made = self._ranks.before(made)
         made = techniques.applied(made, budget, self._method, self._place)
-        return start(made, self._device, uses=uses, evaluates=evaluates, timeout=self._timeout)
+        if self._ranks is not None:
+            made = self._ranks.after(made)
+        return start(
+            made, self._device, uses=uses, ranks=self._ranks, evaluates=evaluates,
+            timeout=self._timeout,
+        )  # fmt: skip
 
     def _result(self, child: Child[Told]) -> PredictedStep:
         with warnings.catch_warnings():
@@ -506,10 +330,6 @@ def _idle_cores() -> int:
 class _Top(NamedTuple):
     largest: list[TensorAtPeak]
     hints: list[str]
-
-
-def _lowest(rows: list[Fit]) -> Fit:
-    return min((row for row in rows if row.peak is not None), key=lambda row: row.peak or 0)
 
 
 def _row(
@@ -536,15 +356,6 @@ def _row(
         moved=step.most_moved or None, bus_seconds=step.bus_seconds or None,
     )  # fmt: skip
     return row, _Top(step.top(3), step.remedies())
-
-
-def _moved(row: Fit, moves: bool) -> tuple[str, ...]:
-    """Returns the cells of what is moved; none where no row moves anything."""
-    if not moves:
-        return ()
-    if row.moved is None or row.bus_seconds is None:
-        return "-", "-"
-    return format_bytes(row.moved), format_seconds(row.bus_seconds)
 
 
 def _reason(error: Exception) -> str:
@@ -643,8 +454,29 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="also try techniques that move memory to files in FOLDER",
     )
+    parser.add_argument(
+        "--devices",
+        type=_devices,
+        metavar="N",
+        help="how many devices there are, such as 8, 1-64 (find the smallest) or 1,2,4",
+    )
+    parser.add_argument(
+        "--shard",
+        choices=["ddp", "fsdp2"],
+        help="with --devices: what wraps the model, if FUNCTION does not",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     return parser
+
+
+def _devices(text: str) -> Sequence[int]:
+    first, dash, last = text.partition("-")
+    if dash:
+        return range(int(first), int(last) + 1)
+    return [int(part) for part in text.split(",")]
+
+
+_devices.__name__ = "number of devices"  # argparse's messages show it
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -662,6 +494,8 @@ def run_command(options: argparse.Namespace) -> int:
             device=options.device,
             every=options.every,
             offload=options.offload,
+            devices=options.devices,
+            shard=options.shard,
         )
     except (TypeError, ValueError) as error:
         if not str(error).startswith(("fits:", "predict:", "remat: offload")):

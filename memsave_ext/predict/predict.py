@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from ..shared.modules import Layer, Modules
 from ..shared.progress import Progress
 from .batch import FromBatch, from_batch
 from .distributed import built_alone, refuse_distributed
+from .ranks import Ranks, Shard, is_wrapped, ranks_of, ranks_there
 from .tracker import FakeTracker
 
 SECONDS = 60.0  # that a prediction may take, and for each parameter
@@ -84,6 +86,8 @@ def predict(
     loss: Callable[..., torch.Tensor] | None = None,
     others: Iterable[nn.Module | Tensor] = (),
     device: torch.device | str = "cpu",
+    devices: int | None = None,
+    shard: Shard | None = None,
     progress: bool | None = None,
     timeout: float | None = None,
 ) -> PredictedStep:
@@ -128,6 +132,12 @@ def predict(
             CPU, sizes are rounded up as CUDA's caching allocator does, all memory counts, also of
             batches, and torch's optimizers step as on CUDA. On the CPU of memory from before the
             step only the model's, the optimizer's and other models' counts.
+        devices: how many devices there are, each with a process of the step, of which the first is
+            predicted, without the others; None for a step of one process. With NCCL's own buffers
+            and what CUDA's streams keep for longer a card needs more.
+        shard: with ``devices``: ``"fsdp2"`` shards the blocks of the model and the rest by
+            ``fully_shard``, ``"ddp"`` wraps it in DistributedDataParallel. None where ``build``
+            does either itself.
         progress: whether to show on stderr what runs now, with a bar where tqdm is installed; None:
             where it is a terminal.
         timeout: the most seconds that it may take; None: 60, and 0.15 for each parameter.
@@ -145,15 +155,24 @@ def predict(
 
     Raises:
         TypeError, ValueError: an argument, or what ``build`` returned, is not as said above, or the
-            model is wrapped for several processes.
+            model is wrapped for several processes, and ``devices`` is None.
         RuntimeError: an operator's result depends on values, or it has no fake kernel; or no child
             process can be made, or it takes too long. The message names it and says what to do.
         Exception: what the step itself raises on fake tensors.
     """
     chosen = device_of("predict", device)
     check_timeout("predict", timeout)
+    ranks = ranks_of("predict", devices, shard)
     if isinstance(build, nn.Module):
-        refuse_distributed(build)
+        if is_wrapped(build):
+            if ranks is not None:
+                raise ValueError(
+                    "predict: the model is wrapped for the processes that there are already; leave "
+                    "out devices= and shard="
+                )
+            ranks = ranks_there("predict")
+        else:
+            refuse_distributed(build)
         build = from_batch(build, optimizer, batch, loss, others=others)
     elif any(value is not None for value in (optimizer, batch, loss)) or others != ():
         raise TypeError(
@@ -166,7 +185,10 @@ def predict(
             f"a torch.nn.Module, got {type(build).__name__}"
         )
     with Progress("predict", 3, progress) as shown:
-        child = start(build, chosen, timeout=timeout, tell=shown.next)
+        uses = build if isinstance(build, FromBatch) else None
+        if ranks is not None:
+            build = ranks.after(ranks.before(build))
+        child = start(build, chosen, uses=uses, ranks=ranks, timeout=timeout, tell=shown.next)
         return PredictedStep(result_of(child), chosen)
 
 
@@ -175,6 +197,7 @@ def start(
     device: torch.device,
     *,
     uses: FromBatch | None = None,
+    ranks: Ranks | None = None,
     evaluates: bool = False,
     timeout: float | None = None,
     tell: Callable[[str], object] = lambda _: None,
@@ -183,6 +206,8 @@ def start(
 
     Args:
         uses: what ``build`` goes back to, where that is a live model.
+        ranks: the processes of which it is one; ``build`` is wrapped by what they do before and
+            after techniques.
         evaluates: whether an evaluation is followed in place of a step, after the first ones.
         timeout: as of :func:`predict`.
         tell: called with the name of each part that begins.
@@ -196,7 +221,7 @@ def start(
 
     def run() -> Told:
         instead = uses.evaluate if uses is not None and evaluates else None
-        return _told(build, tensors, others, device, timeout is None, instead)
+        return _told(build, tensors, others, device, timeout is None, instead, ranks)
 
     try:
         return Child(run, SECONDS if timeout is None else timeout, tell)
@@ -225,16 +250,20 @@ def _told(
     device: torch.device,
     may_take_longer: bool,
     instead: Callable[[], object] | None,
+    ranks: Ranks | None,
 ) -> Told:
     """In a child: builds, makes the first steps, and follows one, or what runs instead."""
     tracker = FakeTracker(device)
+    if ranks is not None:
+        tracker.storages.collective = ranks.join()
     with on_fakes(tracker.storages, device, tensors):
         tracker.listen()
         note("what is built")
-        with built_alone():
+        with built_alone() if ranks is None else nullcontext():
             built = build()
         model, made, step = checked("predict: build", built)
-        refuse_distributed(model)
+        if ranks is None:
+            refuse_distributed(model)
         if may_take_longer:
             allow(_SECONDS_PER_PARAMETER * sum(1 for _ in model.parameters()))
         follow_libraries(tracker.storages)  # build() imports transformers where it needs them
@@ -243,6 +272,8 @@ def _told(
         note("first step")
         for _ in range(_first_steps(made)):
             step()
+        if ranks is not None:
+            ranks.settle(step)
         if tracker.plans():
             # Where the first step makes states in its backward, it is not known to the byte which
             # of its moments they were there in. Later steps follow plans of one that had them.
@@ -250,6 +281,8 @@ def _told(
         note("the step")
         modules, names = Modules(model), Names()
         others = [*others, *_of_other_models(tracker.storages.reached.values())]
+        if ranks is not None:
+            others += ranks.buckets()
         bus_seconds = tracker.follow(model, made, modules, names, instead or step, others)
     record = tracker.record()
     more = modules.names, modules.layers, tracker.storages.repeats.learned()

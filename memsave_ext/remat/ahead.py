@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -127,10 +128,6 @@ def _obstacle(native: Any, module: nn.Module, device: torch.device) -> str | Non
         return "the model is scripted"
     if any(isinstance(part, (DataParallel, DistributedDataParallel)) for part in module.modules()):
         return "a part of the model is wrapped in DataParallel or DistributedDataParallel"
-    if any(is_dtensor(p) for p in module.parameters()):
-        return (
-            "the parameters are sharded (DTensor), and their collectives cannot run on fake tensors"
-        )
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return (
             "it runs under a dispatch or function mode of torch, which would see the fake tensors"
@@ -157,10 +154,13 @@ def _run(
     reason = _obstacle(native, module, device)
     if reason is not None:
         return reason
+    # In a child it would take long to import what runs collectives.
+    name = "memsave_ext.fakes.collectives"
+    collectives = import_module(name) if any(map(is_dtensor, module.parameters())) else None
     values = values_elsewhere((args, kwargs))
 
     def run() -> tuple[bytes | None, Learned]:
-        return _step_on_fakes(module, args, kwargs, device, forward, values)
+        return _step_on_fakes(module, args, kwargs, device, forward, values, collectives)
 
     try:
         parameters = sum(1 for _ in module.parameters())
@@ -184,12 +184,16 @@ def _step_on_fakes(
     device: torch.device,
     forward: Forward,
     values: list[tuple[Tensor, Any]],
+    collectives: Any,
 ) -> tuple[bytes | None, Learned]:
     """In a child: runs a step that keeps everything, as a block records it, and returns what the
     native part knows of it then, and what was learned of operators."""
     native: Any = _parts.native("remat")
     told = native.RematFakes(fake_of, lambda _: None, False)
     storages = Storages(told.allocated, told.freed, told.ran, torch.device(device.type))
+    if collectives is not None:
+        collectives.stay()
+        storages.collective = collectives.run
     owners = [(p, stepper.owner(p)) for p in module.parameters() if p.requires_grad]
     with on_fakes(storages, device):
         follow_libraries(storages)
@@ -205,6 +209,9 @@ def _step_on_fakes(
             recorder.open()
             LivedBefore(recorder, module, None).install(stack)  # type: ignore[arg-type]
             output = forward(module, *args, **kwargs)
+        fsdp_state = getattr(module, "_get_fsdp_state", None)
+        if fsdp_state is not None:  # FSDP2's hook frees there what was gathered last
+            output = fsdp_state()._post_forward(module, args, output)
         _backward_of(output)
         del output
     return told.take_step(), storages.repeats.learned()

@@ -207,7 +207,7 @@ def budgets_under_ddp():
 
 
 def budgets_under_fsdp():
-    """The first step is measured, and tells of what only emptied parameters could make again."""
+    """Nothing tells of what only emptied parameters could make again before a step has run."""
     warnings.simplefilter("ignore", UserWarning)
     # Where its threads are late, gloo still has what was gathered or reduced of one block.
     late = sum(p.nbytes for p in wide_blocks()[0].parameters())

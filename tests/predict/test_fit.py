@@ -519,16 +519,23 @@ def test_what_ours_accumulates_is_asked_on():
         taken.fit("Adam in backward")
 
 
-def test_distributed_models_are_refused():
+def test_distributed_models_are_for_fit_alone():
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     try:
         model = nn.parallel.DistributedDataParallel(Net())
         optimizer = torch.optim.AdamW(model.parameters())
+        x = torch.randn(4, 32)
+        inside = nn.Sequential(model)
         with pytest.raises(ValueError, match="the model is wrapped in DistributedDataParallel"):
-            ms.fit(model, optimizer, torch.randn(4, 32), budget=GB, loss=square)
-        del model, optimizer
+            ms.fit(inside, optimizer, x, budget=GB, loss=square)
+        fitted = ms.fit(model, optimizer, x, budget=GB, loss=square)
+        found = ms.memory.fits(lambda: (Net(), None, lambda: None), GB, device="cpu")
+        fitted.undo()
+        with pytest.raises(ValueError, match="the model is wrapped in DistributedDataParallel"):
+            found.apply(model, optimizer)
+        del model, optimizer, inside, fitted
         gc.collect()
     finally:
         torch.distributed.destroy_process_group()

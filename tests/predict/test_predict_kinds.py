@@ -127,8 +127,11 @@ def test_wrapped_models_are_refused(group, prepare):
     for call in (ms.memory.predict, lambda b: ms.memory.fits(b, "1GB", device="cpu")):
         with pytest.raises((RuntimeError, ValueError), match=error):
             call(build)
-    with pytest.raises(ValueError, match=error):
-        ms.memory.predict(prepare(mlp()), None, torch.randn(4, 64))
+    model = prepare(mlp())
+    with pytest.raises(ValueError, match="wrapped for the processes that there are already"):
+        ms.memory.predict(model, None, torch.randn(4, 64), devices=2, shard="ddp")
+    loss = {"loss": lambda y: y.square().mean()}
+    assert ms.memory.predict(model, None, torch.randn(4, 64), **loss).peak
     assert ms.memory.footprint(prepare(mlp())).predicted  # as the sentence says
 
 

@@ -1,0 +1,246 @@
+"""What was found: techniques that make a training step fit into a budget, each with its peak."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..memory.account import TensorAtPeak
+from ..memory.events import CATEGORIES
+from ..shared.table import Text, as_text, format_bytes, format_seconds, print_table
+from .applied import Applied, apply
+from .picture import plot_fits
+from .techniques import ALL, named, technique_of
+
+_LAST_ON_CUDA = [techniques for techniques in ALL if not techniques.weights_elsewhere][-1]
+_LAST = {
+    techniques.name
+    for last in (ALL[-1], _LAST_ON_CUDA)
+    for techniques in (last, last.for_loops_that_clip())
+    if techniques is not None
+}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What one combination of techniques needs.
+
+    Attributes:
+        name: the techniques, such as ``"checkpoint by block, Adam in backward"``.
+        cost: what they cost.
+        peak: predicted bytes; None where they do not apply.
+        at_peak: the peak by category.
+        fits: whether the peak is within the budget.
+        largest_batch: the largest batch that fits, 0 for none; None where ``build`` takes no batch
+            or they do not apply.
+        reason: why they do not apply, else ``""``.
+        moved: the most bytes that lie elsewhere at a time, in the place ``offload``; not in the
+            peak. None where they do not apply or nothing is moved.
+        bus_seconds: about how long a step's copies there and back take, beside its arithmetic.
+    """
+
+    name: str
+    cost: str
+    peak: int | None = None
+    at_peak: dict[str, int] | None = None
+    fits: bool = False
+    largest_batch: int | None = None
+    reason: str = ""
+    moved: int | None = None
+    bus_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Fits:
+    """What :func:`fits` returns; ``rows`` are in the order of their cost, the cheapest first.
+
+    The last is the first that fits, unless all were asked for.
+
+    Attributes:
+        rows: a combination of techniques each.
+        budget: bytes.
+        device: the device that was predicted for.
+        batch: the batch that peaks are of; None where ``build`` takes none.
+        largest: the largest tensors at the lowest peak.
+        offload: the place where techniques may move memory to; None for nowhere.
+        others: bytes of every peak that are other models', as :attr:`PredictedStep.others`.
+        devices: how many devices each has a process of the step; None for a step of one process.
+        hints: what else would lower that peak, by a change of the model's code: a sentence each.
+    """
+
+    rows: list[Fit]
+    budget: int
+    device: str
+    batch: int | None
+    largest: list[TensorAtPeak]
+    hints: list[str]
+    offload: str | None = None
+    others: int = 0
+    devices: int | None = None
+
+    @property
+    def cheapest(self) -> Fit | None:
+        """The first row that fits; None if none does."""
+        return next((row for row in self.rows if row.fits), None)
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def report(self, *, file: TextIO | None = None) -> Text:
+        """Returns a table with a row for each combination, and which is the cheapest, or what holds
+        the memory.
+
+        Args:
+            file: where to print it, too; None for nowhere.
+        """
+        return as_text(self._write, file)
+
+    def _write(self, file: TextIO) -> None:
+        moves = any(row.moved for row in self.rows)
+        cells = [
+            (
+                row.name,
+                "-" if row.peak is None else format_bytes(row.peak),
+                "yes" if row.fits else "no" if row.peak is not None else "-",
+                "-" if row.largest_batch is None else row.largest_batch,
+                *_moved(row, moves),
+                row.cost,
+            )
+            for row in self.rows
+        ]
+        more = ["moved", "copies take"] if moves else []
+        columns = ["technique", "peak", "fits", "largest batch", *more, "cost"]
+        title = f"{self.title()}, in a budget of {format_bytes(self.budget)}"
+        print_table(title, columns, cells, file)
+        print(self.verdict(), file=file)
+        for line in (*self.not_applied(), *self.hints):
+            print(line, file=file)
+
+    def not_applied(self) -> Iterator[str]:
+        """Yields a sentence for each reason why techniques were not tried."""
+        reasons: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.peak is None:
+                reasons.setdefault(row.reason, []).append(row.name)
+        for reason, names in reasons.items():
+            yield f"Not tried: {'; '.join(names)} ({reason})."
+        if self.rows[-1].fits and self.rows[-1].name not in _LAST:
+            yield "More expensive techniques were skipped; every=True, or --every, tries them, too."
+
+    def verdict(self) -> str:
+        """Returns the cheapest that fits, or what holds the memory."""
+        if self.cheapest is not None:
+            return f"The cheapest that fits: {self.cheapest.name}."
+        least = lowest(self.rows)
+        assert least.at_peak is not None and least.peak is not None
+        parts = [f"{c} {format_bytes(least.at_peak[c])}" for c in CATEGORIES if least.at_peak[c]]
+        tensors = [
+            f"{t.name or t.module or t.category} {format_bytes(t.bytes)}" for t in self.largest
+        ]
+        return (
+            f"Nothing fits. The lowest peak is {format_bytes(least.peak)}, with {least.name}: "
+            f"{', '.join(parts)}. Its largest tensors: {', '.join(tensors)}."
+        )
+
+    def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
+        """Draws a bar for each combination, what its peak is made of, with the budget's line and
+        what it costs. Needs matplotlib.
+
+        Args:
+            path: the file to write, such as ``"fits.png"``; its suffix names the format.
+            title: printed above the picture; None for one that names the device and the batch.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: matplotlib cannot write that format.
+        """
+        plot_fits(self.rows, self.budget, path, self.title() if title is None else title)
+
+    def title(self) -> str:
+        """Returns what the peaks are of."""
+        at = "" if self.batch is None else f", batch {self.batch}"
+        return f"Predicted peaks of a training step on {self.device}{at}"
+
+    def apply(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        technique: str | None = None,
+        *,
+        accumulate_when: Callable[[], object] | None = None,
+        max_grad_norm: float | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        means: str | None = None,
+    ) -> Applied:
+        """Applies the cheapest technique that fits to a real model and its optimizer, in place.
+
+        Args:
+            model: a model such as was predicted.
+            optimizer: its optimizer; None for a loop without states.
+            technique: the name of a row to apply in place of the cheapest that fits, whether it
+                fits or not.
+            accumulate_when, max_grad_norm, grad_scaler, means: as of :func:`memsave_ext.fit`.
+
+        Returns:
+            A handle with what the loop must use, and ``undo()``.
+
+        Raises:
+            torch.OutOfMemoryError: nothing fits. It says what was tried, and the lowest peak.
+            TypeError, ValueError: an argument is not as said above; the model is wrapped for
+                several processes, compiled, or has a technique applied to it already; the named
+                technique does not apply.
+        """
+        technique = technique_of("apply", technique, means)
+        if technique is None and self.cheapest is None:
+            raise torch.OutOfMemoryError(self.sentence("apply"))
+        chosen = named("apply", technique or self.cheapest.name)  # type: ignore[union-attr]
+        row = next((row for row in self.rows if row.name == chosen.name), None)
+        if row is not None and row.peak is None:
+            raise ValueError(f"apply: {row.name} does not apply: {row.reason}")
+        options: dict[str, Any] = {
+            "accumulate_when": accumulate_when,
+            "max_grad_norm": max_grad_norm,
+            "grad_scaler": grad_scaler,
+        }
+        peak = None if row is None else row.peak
+        return apply(
+            chosen, model, optimizer, self.budget, peak,
+            others=self.others, place=self.offload, **options,
+        )  # fmt: skip
+
+    def sentence(self, who: str) -> str:
+        """Returns what an error of ``who`` says where nothing fits."""
+        tried = (row for row in self.rows if row.peak is not None)
+        names = ", ".join(f"{row.name} ({format_bytes(row.peak or 0)})" for row in tried)
+        return " ".join(
+            [
+                f"{who}: {self.verdict()} Budget: {format_bytes(self.budget)}. Tried: {names}.",
+                *self.not_applied(),
+                *self.hints,
+                "The step would run out of memory.",  # by which libraries know what to retry
+            ]
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all fields as numbers, strings, lists and dicts."""
+        return {**asdict(self), "cheapest": self.cheapest.name if self.cheapest else None}
+
+
+def lowest(rows: list[Fit]) -> Fit:
+    """Returns the row with the lowest peak."""
+    return min((row for row in rows if row.peak is not None), key=lambda row: row.peak or 0)
+
+
+def _moved(row: Fit, moves: bool) -> tuple[str, ...]:
+    """Returns the cells of what is moved; none where no row moves anything."""
+    if not moves:
+        return ()
+    if row.moved is None or row.bus_seconds is None:
+        return "-", "-"
+    return format_bytes(row.moved), format_seconds(row.bus_seconds)
