@@ -20,7 +20,7 @@ from .. import _parts
 
 # Those of libraries that are known to be, by module and name. Where a module is not loaded, nothing
 # has called them.
-KNOWN = (("bitsandbytes.autograd._functions", "MatMul4Bit"),)
+KNOWN = tuple(("bitsandbytes.autograd._functions", name) for name in ("MatMul4Bit", "MatMul8bitFp"))
 
 _TENSOR = object()  # stands for one among arguments
 
@@ -130,7 +130,8 @@ def _told(forward: Callable[..., Any], takes_context: bool, number: int) -> Call
 
     @functools.wraps(forward)
     def told(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or not native.remat_is_recording():
+        # What torch.compile traces runs elsewhere.
+        if torch.compiler.is_compiling() or kwargs or not native.remat_is_recording():
             return forward(*args, **kwargs)
         context = args[0] if takes_context else None
         given = args[1:] if takes_context else args

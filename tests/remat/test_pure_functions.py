@@ -424,3 +424,35 @@ def test_the_first_step_is_planned():
         assert handle.peak <= most + proofs
     recomputed = {row.operator.partition("::")[2] for row in handle.figures().recomputed}
     assert {"op", "Seen"} <= recomputed
+
+
+def test_compiled_parts_stay_whole():
+    compiled = torch.compile(lambda x: Seen.apply(x, 0.5) * 2, backend="eager", fullgraph=True)
+    results = []
+    for block in (contextlib.nullcontext(), declared(Seen)):
+        with block:
+            y = compiled(W * X).sin()
+        results.append(torch.autograd.grad(y.sum(), [W]))
+    assert same(*results)
+    assert not rows(block, Seen, "recomputed")
+
+
+def test_a_graph_that_is_kept_is_computed_again_twice():
+    with declared(Old):
+        y = Old.apply((X * W).sin(), 2.0, X).sin().sum()
+    first = torch.autograd.grad(y, W, retain_graph=True)
+    assert same(torch.autograd.grad(y, W), first)
+
+
+def test_blocks_and_regions_in_one_another():
+    plain = run(Old, contextlib.nullcontext(), 2)
+    with declared(Old), ms.remat():
+        ours = run(Old, contextlib.nullcontext(), 2)
+    assert same(ours, plain)
+    with declared(Old) as block:
+        y = ms.checkpoint(lambda a: Old.apply((a * W).sin(), 2.0, a).sin(), X * W)
+    kept = torch.autograd.grad(y.sum(), W)
+    a = X * W
+    y = Old.apply((a * W).sin(), 2.0, a).sin()
+    assert same(torch.autograd.grad(y.sum(), W), kept)
+    assert not rows(block, Old, "recomputed")  # the region has its own rule
