@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,12 +41,12 @@ def check_pure(who: str, pure: object) -> tuple[type[Function], ...]:
     return tuple(items)  # type: ignore[arg-type]
 
 
-def tell(pure: tuple[type[Function], ...]) -> AbstractContextManager[object]:
-    """While it lasts, the forwards of these Functions, and of those known, tell blocks of
-    themselves."""
+def tell(pure: tuple[type[Function], ...]) -> ExitStack | None:
+    """Until what it returns is closed, the forwards of these Functions, and of those known, tell
+    blocks of themselves. None: there are none."""
     loaded = [(sys.modules[module], name) for module, name in KNOWN if module in sys.modules]
     if not (loaded or pure):
-        return nullcontext()  # this is done twice in every step
+        return None  # as in most steps
     known = [getattr(module, name, None) for module, name in loaded]
     stack = ExitStack()
     try:

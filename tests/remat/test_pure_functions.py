@@ -456,3 +456,22 @@ def test_blocks_and_regions_in_one_another():
     y = Old.apply((a * W).sin(), 2.0, a).sin()
     assert same(torch.autograd.grad(y.sum(), W), kept)
     assert not rows(block, Old, "recomputed")  # the region has its own rule
+
+
+class WithGradients(Function):
+    """A kernel of its own changes what an operator has made while gradients are enabled."""
+
+    @staticmethod
+    def forward(ctx, x, factor, y):
+        with torch.enable_grad():
+            return unseen(x, factor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None, None
+
+
+def test_what_it_calls_with_gradients_is_part_of_it():
+    block = declared(WithGradients)
+    assert same(run(WithGradients, block), run(WithGradients, contextlib.nullcontext()))
+    assert sum(row.count for row in rows(block, WithGradients, "recomputed")) == 1
