@@ -464,7 +464,9 @@ class WithGradients(Function):
     @staticmethod
     def forward(ctx, x, factor, y):
         with torch.enable_grad():
-            return unseen(x, factor)
+            y = x.detach().exp()
+        y.numpy()[...] = x.detach().numpy() * factor
+        return y
 
     @staticmethod
     def backward(ctx, grad):
