@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, TextIO
@@ -230,7 +230,7 @@ class remat:  # noqa: N801, a context manager is used like a function
             return
         seconds = SECONDS if self._ahead is True else self._ahead
         plan = ahead_of(known_as).plan
-        with tell(self._pure):
+        with tell(self._pure) or nullcontext():
             self._measured = plan(module, args, kwargs, self._device, forward, seconds) or ""
 
     def __exit__(
@@ -373,7 +373,8 @@ class remat:  # noqa: N801, a context manager is used like a function
 
         if not isinstance(recorder, NoRecorder):
             self._modules.watch(stack, watchers)
-            stack.enter_context(tell(self._pure))
+            if telling := tell(self._pure):
+                stack.enter_context(telling)
 
 
 def _describe(in_forward: bool | None, operator: str, measured: int, foreseen: int) -> str:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,7 @@ from .. import _parts
 
 # Those of libraries that are known to be, by module and name. Where a module is not loaded, nothing
 # has called them.
-KNOWN = (("bitsandbytes.autograd._functions", "MatMul4Bit"),)
+KNOWN = tuple(("bitsandbytes.autograd._functions", name) for name in ("MatMul4Bit", "MatMul8bitFp"))
 
 _TENSOR = object()  # stands for one among arguments
 
@@ -41,12 +41,12 @@ def check_pure(who: str, pure: object) -> tuple[type[Function], ...]:
     return tuple(items)  # type: ignore[arg-type]
 
 
-def tell(pure: tuple[type[Function], ...]) -> AbstractContextManager[object]:
-    """While it lasts, the forwards of these Functions, and of those known, tell blocks of
-    themselves."""
+def tell(pure: tuple[type[Function], ...]) -> ExitStack | None:
+    """Until what it returns is closed, the forwards of these Functions, and of those known, tell
+    blocks of themselves. None: there are none."""
     loaded = [(sys.modules[module], name) for module, name in KNOWN if module in sys.modules]
     if not (loaded or pure):
-        return nullcontext()  # this is done twice in every step
+        return None  # as in most steps
     known = [getattr(module, name, None) for module, name in loaded]
     stack = ExitStack()
     try:
@@ -130,7 +130,8 @@ def _told(forward: Callable[..., Any], takes_context: bool, number: int) -> Call
 
     @functools.wraps(forward)
     def told(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or not native.remat_is_recording():
+        # What torch.compile traces runs elsewhere.
+        if torch.compiler.is_compiling() or kwargs or not native.remat_is_recording():
             return forward(*args, **kwargs)
         context = args[0] if takes_context else None
         given = args[1:] if takes_context else args

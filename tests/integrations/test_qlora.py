@@ -76,3 +76,45 @@ def test_the_minimum_of_a_step(dropout, monkeypatch):
         handle.remove()
     assert leasts[1] <= 0.8 * leasts[0]
     assert leasts[1] <= 0.8 * 33.0 * 2**20
+
+
+class Eighths(nn.Module):
+    """Layers of 8 bits, each between others."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.randn(64)) for _ in range(6))
+        self.layers = nn.ModuleList(self.layer() for _ in range(6))
+
+    def layer(self):
+        layer = bitsandbytes.nn.Linear8bitLt(64, 64, has_fp16_weights=False)
+        layer.weight = bitsandbytes.nn.Int8Params(
+            torch.randn(64, 64) / 8, requires_grad=False, has_fp16_weights=False
+        )
+        return layer.to("cpu")
+
+    def forward(self, x):
+        for scale, layer in zip(self.scales, self.layers, strict=True):
+            x = nn.functional.silu(layer(x * scale)) * x
+        return x.square().mean()
+
+
+def test_layers_of_8_bits(monkeypatch):
+    torch.manual_seed(0)
+    model, x = Eighths(), torch.randn(1024, 64)
+
+    def step():
+        model.zero_grad()
+        loss = model(x)
+        loss.backward()
+        return [loss.detach(), *(scale.grad for scale in model.scales)]
+
+    plain, leasts = step(), []
+    for known in ((), functions.KNOWN):
+        monkeypatch.setattr(functions, "KNOWN", known)
+        handle = ms.remat_module(model, budget=0.01)
+        for _ in range(3):
+            assert all(map(torch.equal, step(), plain))
+        leasts.append(handle.least)
+        handle.remove()
+    assert leasts[1] < 0.9 * leasts[0]

@@ -772,17 +772,17 @@ MISTAKES = [
         ("remat/test_library_operators.py::test_what_changes_after_the_proof_is_raised",),
     ),
     Mistake(
-        "what a library's operator calls is repeated in its place",
+        "what a library's operator, or a declared Function, calls is repeated in its place",
         "csrc/remat/block.cpp",
         "(op.has_failed || is_in_library())",
         "(op.has_failed || (!MISTAKE && is_in_library()))",
-        ("remat/test_library_operators.py::test_what_it_calls_is_part_of_it",),
+        ("remat/test_pure_functions.py::test_what_it_calls_with_gradients_is_part_of_it",),
     ),
     Mistake(
         "plans foresee the memory of proofs",
         "csrc/remat/block.cpp",
-        "  if (step_) step_->begin_proof();",
-        "  if (step_ && !MISTAKE) step_->begin_proof();",
+        "  if (step_) step_->end_proof();",
+        "  if (step_ && !MISTAKE) step_->end_proof();",
         ("remat/test_library_operators.py::test_the_memory_of_a_proof_is_in_no_plan",),
     ),
     Mistake(

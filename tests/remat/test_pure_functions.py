@@ -424,3 +424,56 @@ def test_the_first_step_is_planned():
         assert handle.peak <= most + proofs
     recomputed = {row.operator.partition("::")[2] for row in handle.figures().recomputed}
     assert {"op", "Seen"} <= recomputed
+
+
+def test_compiled_parts_stay_whole():
+    compiled = torch.compile(lambda x: Seen.apply(x, 0.5) * 2, backend="eager", fullgraph=True)
+    results = []
+    for block in (contextlib.nullcontext(), declared(Seen)):
+        with block:
+            y = compiled(W * X).sin()
+        results.append(torch.autograd.grad(y.sum(), [W]))
+    assert same(*results)
+    assert not rows(block, Seen, "recomputed")
+
+
+def test_a_graph_that_is_kept_is_computed_again_twice():
+    with declared(Old):
+        y = Old.apply((X * W).sin(), 2.0, X).sin().sum()
+    first = torch.autograd.grad(y, W, retain_graph=True)
+    assert same(torch.autograd.grad(y, W), first)
+
+
+def test_blocks_and_regions_in_one_another():
+    plain = run(Old, contextlib.nullcontext(), 2)
+    with declared(Old), ms.remat():
+        ours = run(Old, contextlib.nullcontext(), 2)
+    assert same(ours, plain)
+    with declared(Old) as block:
+        y = ms.checkpoint(lambda a: Old.apply((a * W).sin(), 2.0, a).sin(), X * W)
+    kept = torch.autograd.grad(y.sum(), W)
+    a = X * W
+    y = Old.apply((a * W).sin(), 2.0, a).sin()
+    assert same(torch.autograd.grad(y.sum(), W), kept)
+    assert not rows(block, Old, "recomputed")  # the region has its own rule
+
+
+class WithGradients(Function):
+    """A kernel of its own changes what an operator has made while gradients are enabled."""
+
+    @staticmethod
+    def forward(ctx, x, factor, y):
+        with torch.enable_grad():
+            y = x.detach().exp()
+        y.numpy()[...] = x.detach().numpy() * factor
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None, None
+
+
+def test_what_it_calls_with_gradients_is_part_of_it():
+    block = declared(WithGradients)
+    assert same(run(WithGradients, block), run(WithGradients, contextlib.nullcontext()))
+    assert sum(row.count for row in rows(block, WithGradients, "recomputed")) == 1
