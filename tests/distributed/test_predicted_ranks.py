@@ -126,11 +126,15 @@ def test_a_program_that_makes_its_group():
     assert by_itself == ms.memory.predict(alone, device="cuda", devices=4, shard="fsdp2").peak
 
 
+def small():
+    return stepped(network(2))
+
+
 @pytest.mark.once
 def test_the_smallest_number_that_fits():
-    peaks = {n: ms.memory.predict(alone, devices=n, shard="fsdp2").peak for n in (3, 4)}
+    peaks = {n: ms.memory.predict(small, devices=n, shard="fsdp2").peak for n in (3, 4)}
     options = {"device": "cpu", "shard": "fsdp2"}
-    found = ms.memory.fits(alone, peaks[4], devices=[4, 3], **options)
+    found = ms.memory.fits(small, peaks[4], devices=[4, 3], **options)
     assert list(found.by_devices) == [3, 4]
     assert found.by_devices[4].rows[0].peak == peaks[4]
     assert found.by_devices[4].cheapest.name == "as built"
@@ -172,10 +176,10 @@ def test_a_range_is_searched():
         ms.predict.devices.search_devices([1, 3], search, every=False)
 
 
-@pytest.mark.once
+@pytest.mark.full
 def test_by_ddp_nothing_that_is_saved_is_lost():
     """What steps in backward is attached, and checkpoints what it can."""
-    found = ms.memory.fits(alone, "1GB", devices=2, shard="ddp", device="cpu", every=True)
+    found = ms.memory.fits(small, "1GB", devices=2, shard="ddp", device="cpu", every=True)
     rows = {row.name: row.peak for row in found.by_devices[2].rows}
     assert all(peak is not None for peak in rows.values()), found.by_devices[2].rows
     assert rows["Adam in backward"] < rows["as built"]
