@@ -60,6 +60,15 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_warning_recorded(warning_message):
+    """The process that tells of the workers' warnings imports their classes: not peft's, which need
+    what libraries.py does first."""
+    if warning_message.category.__module__.partition(".")[0] == "peft":
+        warning_message.message = UserWarning(str(warning_message.message))
+        warning_message.category = UserWarning
+
+
 def _cores():
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
