@@ -67,6 +67,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using memsave_ext::memory::Tracker;
   m.def("pause_tracking", &memsave_ext::memory::pause_tracking);
   m.def("hold_cpu_allocator", &memsave_ext::memory::hold_cpu_allocator);
+  m.def("end_memory_reading", &memsave_ext::memory::end_reading,
+        py::call_guard<py::gil_scoped_release>());
   m.def("release_cpu_allocator", &memsave_ext::memory::release_cpu_allocator);
   m.def("listen_to_recomputes", &memsave_ext::memory::listen_to_recomputes);
   py::class_<Tracker>(m, "MemoryTracker")

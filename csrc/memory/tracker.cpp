@@ -1,8 +1,14 @@
 #include "memory/tracker.h"
 
+#ifndef _WIN32
+#include <pthread.h>
+#endif
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -17,24 +23,43 @@ namespace {
 constexpr size_t kMany = 100'000;  // events, of 56 bytes, after which they are read
 constexpr size_t kTaken = 1'000;   // at once
 
+std::atomic<int> readers{0};  // threads of read_soon()
+std::atomic<bool> ends{false};
+
 // Waits for the GIL in a thread of its own, as a thread that reports memory must not wait for it.
 void read_soon(std::shared_ptr<py::object> read) {
+#ifndef _WIN32
+  // A forked process does not have the threads.
+  static const int installed = pthread_atfork(nullptr, nullptr, [] { readers = 0; });
+  (void)installed;
+#endif
+  ++readers;
   auto run = [read = std::move(read)]() mutable {
-    const py::gil_scoped_acquire gil;
-    try {
-      (*read)();
-    } catch (py::error_already_set& error) {
-      error.discard_as_unraisable("reading events of memory");
+    {
+      const py::gil_scoped_acquire gil;
+      try {
+        (*read)();
+      } catch (py::error_already_set& error) {
+        error.discard_as_unraisable("reading events of memory");
+      }
+      read.reset();
     }
-    read.reset();
+    --readers;
   };
   try {
+    if (ends) throw std::system_error();
     std::thread(std::move(run)).detach();  // no reference stays here, without the GIL
   } catch (const std::system_error&) {     // no more threads: next time, or when somebody asks
+    --readers;
   }
 }
 
 }  // namespace
+
+void end_reading() {
+  ends = true;
+  while (readers > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
 
 // In malloc's heap what is written down would lie between tensors, outlive them and leave the heap
 // in pieces, in which malloc searches longer. Never destroyed: other threads write to the end.

@@ -116,4 +116,8 @@ class Tracker final : public Listener {
   std::shared_ptr<pybind11::object> read_;             // null unless running
 };
 
+// Waits until no thread reads events, and lets none begin: one that runs Python when Python ends
+// takes the process with it. Call it without the GIL.
+void end_reading();
+
 }  // namespace memsave_ext::memory

@@ -311,14 +311,15 @@ void Block::route_again(const std::shared_ptr<Content>& content, Freed& freed,
 
 // Drops a content that was kept. Returns how many bytes that saves, 0 where it stays. The caller
 // holds contents_mutex().
-int64_t Block::drop_late(const std::shared_ptr<Content>& content, bool only_short, Freed& freed,
+int64_t Block::drop_late(const std::shared_ptr<Content>& content, Gives what, Freed& freed,
                          Freed& locked) {
   constexpr int64_t kMostAgain = 10;  // times the bytes that are saved
-  if (!content->call || content->is_lost() || (only_short && content->pins > 0)) return 0;
+  if (!content->call || content->is_lost()) return 0;
+  if (what == Gives::kUnneeded && content->pins > 0) return 0;
   Route route = route_to(*content, locked);
   const int64_t bytes = content->bytes - route.more_bytes;
   if (!route.possible || bytes <= 0) return 0;
-  if (only_short && bytes_on(route, kMostAgain * bytes) > kMostAgain * bytes) return 0;
+  if (what != Gives::kAny && bytes_on(route, kMostAgain * bytes) > kMostAgain * bytes) return 0;
   tally_.changed(*content, Verdict::kDropped);
   drop(content, std::move(route), freed);
   return bytes;
@@ -354,8 +355,8 @@ void Block::drop_later(const std::shared_ptr<Content>& content) {
 
 // The one rule for what is dropped after it was decided on, for a budget without a plan as for an
 // allocator that has no memory left. From the oldest on, so that what a route comes from is
-// settled. With kShort, what others are recomputed from stays, and so do routes that recompute
-// much: that is in memory until backward has used it.
+// settled. But with kAny, routes that recompute much stay: that is in memory until backward has
+// used it.
 Block::Dropped Block::drop_oldest(c10::Device device, int64_t enough, Gives what) {
   std::vector<std::shared_ptr<Content>> seen;  // destroyed without the mutex, as what follows
   Freed freed, locked;
@@ -372,7 +373,7 @@ Block::Dropped Block::drop_oldest(c10::Device device, int64_t enough, Gives what
       bytes = content->bytes;
       freed.push_back(content->give_up_again());
     } else if (what != Gives::kRecomputed && content->state() == State::kKept) {
-      bytes = drop_late(content, what == Gives::kShort, freed, locked);
+      bytes = drop_late(content, what, freed, locked);
     }
     dropped.bytes += bytes;
     dropped.contents += bytes > 0;
@@ -799,7 +800,7 @@ void Block::end(Recording& recording, const std::vector<c10::IValue>& outputs) {
   if (!step_) return;
   const int64_t excess =
       step_->ended(is_traced ? &call : nullptr, recording.began, std::move(recording.device_time));
-  if (excess > 0) drop_oldest(budget_->device, excess, Gives::kShort);
+  if (excess > 0) drop_oldest(budget_->device, excess, Gives::kUnneeded);
 }
 
 void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, int64_t element) {

@@ -152,7 +152,7 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   void take_route(const std::shared_ptr<Content>& content, Route route);
   void route_again(const std::shared_ptr<Content>& content, Freed& freed,
                    std::vector<std::shared_ptr<Content>>& contents);
-  int64_t drop_late(const std::shared_ptr<Content>& content, bool only_short, Freed& freed,
+  int64_t drop_late(const std::shared_ptr<Content>& content, Gives what, Freed& freed,
                     Freed& locked);
   void drop_later(const std::shared_ptr<Content>& content);
   struct Dropped {

@@ -11,6 +11,7 @@ namespace memsave_ext::remat {
 
 // What is given back, by what it costs.
 enum class Gives {
+  kUnneeded,    // as kShort, of what nothing dropped is computed from
   kShort,       // kept contents, where little else is recomputed for them
   kRecomputed,  // recomputed ones that backward has not come to yet
   kAny,         // kept ones, whatever it takes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import struct
 import threading
 from collections.abc import Sequence
@@ -70,6 +71,10 @@ class Tracker:
 
     def record(self) -> Record:
         return self._log.record()
+
+
+if _native.module is not None:
+    atexit.register(_native.module.end_memory_reading)
 
 
 class NativeTracker(Tracker):

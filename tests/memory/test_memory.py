@@ -3,6 +3,9 @@
 import gc
 import multiprocessing
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 
 import pytest
@@ -258,6 +261,21 @@ def test_a_fork_inside():
         stop.set()
         thread.join()
     assert t.live == 0
+
+
+def test_a_program_may_end_while_events_are_read():
+    """They are read by a thread of their own, where there are many."""
+    program = """
+        import sys, torch, memsave_ext as ms
+        with ms.memory.track() as t:
+            for _ in range(int(sys.argv[1])):
+                torch.empty(10)
+    """
+    running = [
+        subprocess.Popen([sys.executable, "-c", textwrap.dedent(program), str(count)])
+        for count in range(50_000, 56_000, 2_000)
+    ]
+    assert [process.wait(120) for process in running] == [0, 0, 0]
 
 
 @python_only

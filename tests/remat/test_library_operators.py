@@ -13,6 +13,13 @@ import memsave_ext as ms
 from memsave_ext import CheckpointError
 
 FAILED = "not the same when run twice, or not as its schema says"
+
+
+@pytest.fixture(autouse=True)
+def wide_reports(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # else texts are broken into lines
+
+
 LEAVES = nn.Parameter(torch.randn(16, 16)), torch.randn(16, 16)
 
 

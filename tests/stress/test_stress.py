@@ -62,7 +62,7 @@ def test_operators_and_functions_of_libraries_run_again():
     for seed in range(1000, 1040):
         refused += libraries.run_seed(seed, [], False)[0] == "refused"
     assert all(libraries.repeated[what] - before[what] > 40 for what in before)
-    assert 2 < refused < 20
+    assert refused < 20
 
 
 def test_what_only_runs_natively_is_run_so():
