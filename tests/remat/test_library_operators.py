@@ -72,7 +72,7 @@ def check_dropped(op, times=1):
     torch.manual_seed(2)
     block = everything()
     assert same(run(op, block, times), plain)
-    assert sum(row.count for row in rows(block, op, "recomputed")) == times
+    assert sum(row.count for row in rows(block, op, "recomputed")) == times, block.report()
     return block
 
 
