@@ -235,16 +235,15 @@ class Account:
         half of those that have ended: a queue or a cache has some of the latest ones alone.
         """
         record = self._record
-        made_by: dict[tuple[TensorAtPeak, int], list[tuple[int, int, int]]] = {}
+        made_by: dict[TensorAtPeak, list[tuple[int, int, int]]] = {}
         for row, address, step in record.alive.tolist():
             if 0 <= step < record.steps:
                 tensor = self._tensor(row)
-                name = int(record.blocks[row, 3])
-                maker = replace(tensor, bytes=0), name
+                maker = replace(tensor, bytes=0)
                 made_by.setdefault(maker, []).append((step, address, tensor.bytes))
         grown = [
             (sum(size for *_, size in made), maker, made)
-            for (maker, _), made in made_by.items()
+            for maker, made in made_by.items()
             if len({step for step, *_ in made}) >= 3 and 2 * min(made)[0] < record.steps
         ]
         grown.sort(key=lambda each: -each[0])
