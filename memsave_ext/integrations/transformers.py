@@ -105,6 +105,7 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
     ) -> None:
         _refuse(args)
         # Where an earlier training raised.
+        self._stop_watching()
         _give_clipping_back(args)
         _FirstCall.remove(model)
         self._training = _Training.of(self)
@@ -150,20 +151,16 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         self._training = None
         if self.fitted is not None:
             self.fitted.rest()
-        if self._watch is not None:
-            self._watch.remove()
+        self._stop_watching()
         _give_clipping_back(args)
 
     def _watch_batches(self, model: nn.Module, batch: Any) -> None:
-        larger = LargerBatches(batch)
+        self._stop_watching()
+        self._watch = model.register_forward_pre_hook(_Batches(batch), with_kwargs=True)
 
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module.training and torch.is_grad_enabled():
-                larger.look((args, kwargs))
-
+    def _stop_watching(self) -> None:
         if self._watch is not None:
             self._watch.remove()
-        self._watch = model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def _take_clipping(self, args: Any) -> None:
         assert self.fitted is not None
@@ -174,6 +171,14 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
     def _is_over(self) -> bool:
         """Whether the training has raised, of which a Trainer tells its callbacks nothing."""
         return self._training is not None and self._training.is_over()
+
+
+class _Batches(LargerBatches):
+    """A hook on a model, which is pickled with it."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self.look((args, kwargs))
 
 
 _NORM = "_memsave_ext_max_grad_norm"  # where a Trainer's arguments have it while Fit clips
