@@ -8,7 +8,6 @@ are the exception: sockets, shared memory, offsets of open files.
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 import pickle
 import random
@@ -39,8 +38,7 @@ Result = TypeVar("Result")
 _STILL = 1.0  # seconds without processor time after which a child is taken to be stuck
 _LOOK = 0.1  # seconds between two looks at it
 _HEADER = struct.Struct("q")  # bytes of a message
-_SECONDS = struct.Struct("d")
-_inside: mmap.mmap | None = None  # in a child: the seconds that it may take
+_pipe = -1  # in a child: where its messages go
 tensors: list[Tensor] = []  # in a child: all of the process
 _held: list[Any] = []  # in a child: what stays alive
 
@@ -50,7 +48,7 @@ def is_dry_run() -> bool:
 
     A model that does something outside of memory, as sending a message, can leave it out there.
     """
-    return _inside is not None
+    return _pipe >= 0
 
 
 class ChildError(RuntimeError):
@@ -111,7 +109,6 @@ class Child(Generic[Result]):
         if not pid:
             return
         os.close(self._read)
-        self._allowed.close()
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):  # where SIGCHLD is ignored
@@ -129,10 +126,8 @@ class Child(Generic[Result]):
         self.stop()
 
     def _fork(self) -> None:
-        global _inside, tensors
+        global _pipe, tensors
         _import()
-        allowed = mmap.mmap(-1, _SECONDS.size)  # shared
-        _SECONDS.pack_into(allowed, 0, self._seconds)
         state, threads = random.getstate(), torch.get_num_threads()
         cards = torch.cuda.device_count() if torch.cuda.is_initialized() else None
         read, write = os.pipe()
@@ -141,22 +136,22 @@ class Child(Generic[Result]):
         except OSError as error:
             os.close(read)
             os.close(write)
-            allowed.close()
             raise ChildError(f"no child process can be made: {error.strerror}") from error
         if pid == 0:
             try:
-                _inside, tensors = allowed, _all_tensors()
+                _pipe, tensors = write, _all_tensors()
                 os.close(read)
                 _prepare(state, threads, cards)
-                _run(self._function, write)
+                _run(self._function)
             finally:
                 os._exit(0)
         os.close(write)
-        self._pid, self._read, self._allowed = pid, read, allowed
+        self._pid, self._read = pid, read
         self._begun = time.monotonic()
 
     def _receive(self) -> Result:
         moved, busy = time.monotonic(), -1.0
+        allowed = self._seconds
         received = bytearray()
         while True:
             ready, _, _ = select.select([self._read], [], [], _LOOK)
@@ -171,15 +166,16 @@ class Child(Generic[Result]):
                     kind, value = pickle.loads(message)
                     if kind in ("result", "error"):
                         return self._unpacked(kind, value)
-                    if kind == "note":
+                    if kind == "allow":
+                        allowed += value
+                    elif kind == "note":
                         self._tell(value)
-            elif _inside is not None:  # this is a child, too, which moves
-                _send(_pipe, ("waits", None))
+            elif is_dry_run():  # this is a child, too, which moves
+                _send(("waits", None))
             if (seconds := _seconds_of(self._pid)) != busy:
                 moved, busy = now, seconds
             if now - moved > _STILL:
                 raise _StillError("the child process that ran it on fake tensors made no progress")
-            (allowed,) = _SECONDS.unpack_from(self._allowed)
             if now - self._begun > allowed:
                 raise ChildError(f"running it on fake tensors took longer than {allowed:.3g} s")
 
@@ -198,7 +194,6 @@ class Child(Generic[Result]):
         """Returns how the child has ended, which has closed its pipe."""
         pid, self._pid = self._pid, 0
         os.close(self._read)
-        self._allowed.close()
         try:
             _, status = os.waitpid(pid, 0)
         except ChildProcessError:
@@ -223,30 +218,26 @@ def in_child(
 
 def allow(seconds: float) -> None:
     """Lets the child in which it is called take more time."""
-    if _inside is not None:
-        (before,) = _SECONDS.unpack_from(_inside)
-        _SECONDS.pack_into(_inside, 0, before + seconds)
+    if is_dry_run():
+        _send(("allow", seconds))
 
 
 def note(value: Any) -> None:
     """Tells the parent of the child in which it is called."""
-    _send(_pipe, ("note", value))
+    _send(("note", value))
 
 
 @contextmanager
 def writing_files() -> Iterator[None]:
     """Lets a child write to files inside the block, which it cannot otherwise."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if _inside is not None:
+    if is_dry_run():
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     try:
         yield
     finally:
-        if _inside is not None:
+        if is_dry_run():
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-_pipe = -1  # in a child: where its messages go
 
 
 def _import() -> None:
@@ -314,9 +305,7 @@ def _prepare(state: Any, threads: int, cards: int | None) -> None:
     torch.clear_autocast_cache()
 
 
-def _run(function: Callable[[], Any], write: int) -> None:
-    global _pipe
-    _pipe = write
+def _run(function: Callable[[], Any]) -> None:
     try:
         # A step that runs ahead may itself predict.
         with warnings.catch_warnings(record=True) as caught, _disable_current_modes():
@@ -326,7 +315,7 @@ def _run(function: Callable[[], Any], write: int) -> None:
     except BaseException as error:
         trace = traceback.format_exc()
         message = pickle.dumps(("error", (_as_raised(error), trace)))
-    _send(write, message)
+    _send(message)
 
 
 def _as_raised(error: BaseException) -> BaseException:
@@ -344,12 +333,12 @@ def _as_raised(error: BaseException) -> BaseException:
     return ChildError("it calls sys.exit()" if kind == "SystemExit" else f"{kind}: {error}")
 
 
-def _send(pipe: int, message: Any) -> None:
+def _send(message: Any) -> None:
     if not isinstance(message, bytes):
         message = pickle.dumps(message)
     left = memoryview(_HEADER.pack(len(message)) + message)
     while left:
-        left = left[os.write(pipe, left) :]
+        left = left[os.write(_pipe, left) :]
 
 
 def _taken(received: bytearray) -> bytes | None:

@@ -163,6 +163,18 @@ def test_one_that_takes_too_long():
     assert in_child(longer, 3) == 1  # on a busy machine a child begins late
 
 
+def test_more_time_is_never_less():
+    # the parent reads what is allowed while the child adds to it
+    def notes():
+        for _ in range(10000):
+            for _ in range(20):
+                child.allow(0)
+            child.note(None)
+        return 1
+
+    assert in_child(notes, 60) == 1
+
+
 def test_what_it_notes():
     seen = []
     assert in_child(lambda: [child.note(i) for i in range(3)] and 1, 10, seen.append) == 1
