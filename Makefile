@@ -19,6 +19,7 @@ TOOLS := .venv/.tools
 LINKED := .venv/.linked
 TRAINERS := .venv/.trainers
 DOCS := .venv/.docs
+WHEEL := .venv/.wheel
 NATIVE_SOURCES := memsave_ext/adam/format_rows.h $(shell find csrc -type f)
 CXX_FILES := $(filter csrc/%.h %.cpp %.cu %.cuh,$(NATIVE_SOURCES))
 # By files: what the tests of one share is often minutes of processes. In the order of their names,
@@ -54,7 +55,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-full test-fast stress lint format cuda-check emulate emulate-full emulate-operators bench docs guide sanitize mistakes clean
+.PHONY: help build demo test test-full test-fast stress lint format cuda-check emulate emulate-full emulate-operators bench docs guide sanitize mistakes wheel clean
 # A recipe that fails must not leave a fresh stamp behind.
 .DELETE_ON_ERROR:
 
@@ -118,6 +119,9 @@ docs: $(DOCS)  ## build the pages in site/, the guide also as a notebook; a warn
 	$(VENV) tools/guide.py --notebook
 	NO_MKDOCS_2_WARNING=1 $(VENV) -m mkdocs build --strict
 
+wheel: $(BUILT) $(WHEEL)  ## build a wheel for this torch in dist/, train with it in a new environment
+	MAKEFLAGS= $(VENV) tools/make_wheel.py --torch '$(TORCH)'
+
 mistakes: build $(TRAINERS)  ## switch on mistakes in every room, one by one, which the tests must see
 	$(VENV) tests/mistakes/run.py
 
@@ -165,5 +169,10 @@ $(TRAINERS): pyproject.toml | $(LINKED)
 
 $(DOCS): pyproject.toml | $(INSTALLED)
 	@$(VENV) tools/requirements.py docs > .venv/requirements.txt
+	@$(INSTALL) -r .venv/requirements.txt
+	@touch $@
+
+$(WHEEL): pyproject.toml | $(INSTALLED)
+	@$(VENV) tools/requirements.py wheel > .venv/requirements.txt
 	@$(INSTALL) -r .venv/requirements.txt
 	@touch $@

@@ -160,13 +160,11 @@ def compile_flags(torch_includes: list[str], cuda: bool) -> dict[str, list[str]]
     return flags
 
 
-def build_tag(torch_version: str, cuda: str | None) -> str:
-    """A wheel's build tag: the minor version of torch that it fits, and the CUDA of its kernels.
-
-    It must start with a digit (packaging.python.org, "Binary distribution format"): here, a 1.
-    """
-    minor = ".".join(torch_version.split("+")[0].split(".")[:2])
-    return f"1torch{minor}.{'cu' + cuda.replace('.', '') if cuda else 'cpu'}"
+def local_version(torch_version: str, cuda: str | None) -> str:
+    """The local part of a wheel's version: the minor version of torch that its compiled file fits,
+    and the CUDA of its kernels, as other extensions of torch have it."""
+    major, minor = torch_version.split("+")[0].split(".")[:2]
+    return f"pt{major}{minor}{'cu' + cuda.replace('.', '') if cuda else 'cpu'}"
 
 
 def compiler_version(cxx: list[str]) -> str:

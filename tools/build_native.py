@@ -16,7 +16,6 @@ import build_config
 import build_progress
 import build_units
 import torch
-from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).resolve().parents[1]
 CARDS = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
@@ -96,21 +95,6 @@ class BuildExtension(cpp_extension.BuildExtension):
         return json.dumps(info, indent=2) + "\n"
 
 
-class BdistWheel(bdist_wheel):
-    """bdist_wheel, whose build tag says which torch the compiled file fits.
-
-    Not a local version, as prebuilt wheels of other projects have: pip would then refuse an sdist
-    from an index, because the version that is built is not the one of the file's name.
-    """
-
-    def finalize_options(self):
-        if self.build_number is None:
-            self.build_number = build_config.build_tag(
-                torch.__version__, torch.version.cuda if DECISION.cuda else None
-            )
-        super().finalize_options()
-
-
 _KIND = cpp_extension.CUDAExtension if DECISION.cuda else cpp_extension.CppExtension
 EXTENSION = _KIND(
     "memsave_ext._C",
@@ -124,4 +108,4 @@ EXTENSION = _KIND(
     define_macros=[("MEMSAVE_EXT_WITH_CUDA", "1")] if DECISION.cuda else [],
     extra_compile_args=build_config.compile_flags(cpp_extension.include_paths(), DECISION.cuda),
 )
-COMMANDS = {"bdist_wheel": BdistWheel, "build_ext": BuildExtension}
+COMMANDS = {"build_ext": BuildExtension}

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from packaging.utils import parse_wheel_filename
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from torch.utils import cpp_extension
 
 import memsave_ext as ms
@@ -118,6 +119,22 @@ def test_changelog_and_citation_name_the_version():
     assert f"\nversion: {version}\ndate-released: {date}\n" in citation
 
 
+def test_workflows_call_what_is_there():
+    folder = ROOT / ".github" / "workflows"
+    text = "\n".join(path.read_text() for path in sorted(folder.glob("*.yml")))
+    called = {
+        word
+        for line in re.findall(r"- run: make (.*)", text)
+        for word in line.split()
+        if "=" not in word
+    }
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"lint", "test", "cuda-check", "emulate", "docs", "wheel"} <= called <= targets
+    (range_,) = re.findall(r'"torch(>=.*?)"', (ROOT / "pyproject.toml").read_text())
+    versions = set(re.findall(r"\b2\.\d+\.\d+\b", text))
+    assert len(versions) >= 5 and all(version in SpecifierSet(range_) for version in versions)
+
+
 class TestSdist:
     @pytest.fixture(scope="class")
     def names(self, tmp_path_factory):
@@ -155,29 +172,16 @@ class TestSdist:
 
 class TestWheel:
     @pytest.mark.parametrize(
-        ("torch_version", "cuda", "tag"),
+        ("torch_version", "cuda", "local"),
         [
-            ("2.13.0+cpu", None, "1torch2.13.cpu"),
-            ("2.15.1", None, "1torch2.15.cpu"),
-            ("2.11.0+cu130", "13.0", "1torch2.11.cu130"),
+            ("2.13.0+cpu", None, "pt213cpu"),
+            ("2.15.1", None, "pt215cpu"),
+            ("2.11.0+cu130", "13.0", "pt211cu130"),
         ],
     )
-    def test_build_tag(self, config, torch_version, cuda, tag):
-        assert config.build_tag(torch_version, cuda) == tag
-
-    def test_its_name_says_which_torch_it_fits(self):
-        code = (
-            "import sys; sys.path.insert(0, 'tools'); import build_native, setuptools; "
-            "of = setuptools.Distribution({'name': 'memsave_ext', 'version': '1.2'}); "
-            "wheel = build_native.BdistWheel(of); wheel.ensure_finalized(); "
-            "print(wheel.wheel_dist_name)"
-        )
-        done = run_setup("-c", code, MEMSAVE_EXT_CUDA="0")
-        assert done.returncode == 0, done.stderr
-        name, version, build, _ = parse_wheel_filename(f"{done.stdout.strip()}-py3-none-any.whl")
-        assert (name, str(version)) == ("memsave-ext", "1.2")
-        minor = ".".join(torch.__version__.split(".")[:2])
-        assert build == (1, f"torch{minor}.cpu")
+    def test_its_version_says_which_torch_it_fits(self, config, torch_version, cuda, local):
+        assert config.local_version(torch_version, cuda) == local
+        assert Version(f"{ms.__version__}+{local}").local == local
 
 
 class TestDecision:
