@@ -23,8 +23,9 @@ WHEEL := .venv/.wheel
 NATIVE_SOURCES := memsave_ext/adam/format_rows.h $(shell find csrc -type f)
 CXX_FILES := $(filter csrc/%.h %.cpp %.cu %.cuh,$(NATIVE_SOURCES))
 # By files: what the tests of one share is often minutes of processes. In the order of their names,
-# the longest first (tests/conftest.py), the last ones are short.
-PYTEST := $(VENV) -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# the longest first (tests/conftest.py), the last ones are short. A worker that hangs or crashes is
+# not started again: the same test would be the next one.
+PYTEST := $(VENV) -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # Once, with the native part: tests that run whole programs for minutes, and those that are the same
 # in pure Python, as they read files, start processes that choose their way themselves, or run on
