@@ -1,7 +1,7 @@
 """Builds a wheel for the torch that is installed, and trains with it in a new environment.
 
-    python tools/make_wheel.py                            # into dist/
-    python tools/make_wheel.py --torch torch==2.13.0      # what pip installs into the new environment
+    python tools/make_wheel.py                         # into dist/
+    python tools/make_wheel.py --torch torch==2.13.0   # what the new environment gets
 
 A compiled file fits one minor version of torch, which pip cannot choose by: the version of the
 wheel says it in its local part, 0.3.0+pt213cpu, and so does a requirement of it. auditwheel gives

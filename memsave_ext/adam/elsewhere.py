@@ -56,7 +56,7 @@ def put_state(
     place = group.get("states_on") or _memory
     return {
         name: _put(value, place, device)
-        if isinstance(value, Tensor) and name not in place.stay
+        if isinstance(value, Tensor) and not place.stays(name, device)
         else value
         for name, value in state.items()
     }

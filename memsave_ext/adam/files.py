@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..store.file import Region
 from ..store.folder import absolute_folder
+from ..store.host import refuse_capture
 from ..store.kept import SMALLEST
 from ..store.mapped import MappedFile, pretend, pretends
 from .place import Fetched, Place
@@ -22,11 +23,11 @@ _KEPT = 1 << 27  # bytes; a buffer that is larger is made anew for each step
 
 
 class Files(Place):
-    """``states_on=FOLDER``: states of parameters on the CPU, in a file in the folder.
+    """``states_on=FOLDER``: states lie in a file in the folder.
 
     A state is a tensor on mapped memory of the file. Steps read from the file and write to it: a
     page that was only mapped for a step would cost a page fault, which takes longer than to copy
-    it.
+    it. Of a parameter on CUDA a step has the state on the device.
 
     Raises:
         ValueError: ``folder`` is none, or the system is not Linux.
@@ -59,10 +60,10 @@ class Files(Place):
             self._check_device(param.device)
 
     def _check_device(self, device: torch.device) -> None:
-        if device.type not in ("cpu", "meta"):
+        if device.type not in ("cpu", "cuda", "meta"):
             raise ValueError(
                 f"states_on={self.folder!r}: states can be kept in a folder only for parameters on "
-                f"the CPU, got a parameter on {device}"
+                f"the CPU and on CUDA devices, got a parameter on {device}"
             )
 
     smallest = SMALLEST
@@ -110,10 +111,14 @@ class Files(Place):
         if not regions:
             return Fetched(dict(state))
         self.file.check_process()
+        if device.type == "cuda":
+            refuse_capture(f"states_on={self.folder!r}")
         self._read_ahead(list(regions.values()))
-        return _FetchedFromFile(self, state, regions)
+        return _FetchedFromFile(self, state, regions, device)
 
-    def buffer(self, nbytes: int) -> Tensor:
+    def buffer(self, nbytes: int, device: torch.device) -> Tensor:
+        if device.type == "cuda":  # whose allocator has what was freed
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
         with contextlib.suppress(IndexError):
             if (spare := self._spare.pop()).nbytes >= nbytes:
                 return spare
@@ -123,7 +128,7 @@ class Files(Place):
         return list(self._spare)
 
     def keep(self, buffer: Tensor) -> None:
-        if buffer.nbytes <= _KEPT and not self._spare:
+        if not buffer.is_cuda and buffer.nbytes <= _KEPT and not self._spare:
             self._spare.append(buffer)
 
     def descriptor(self) -> int:
@@ -146,11 +151,15 @@ class Files(Place):
 
 class _FetchedFromFile(Fetched):
     def __init__(
-        self, files: Files, state: Mapping[str, Tensor], regions: Mapping[str, Region]
+        self,
+        files: Files,
+        state: Mapping[str, Tensor],
+        regions: Mapping[str, Region],
+        device: torch.device,
     ) -> None:
         super().__init__(dict(state))
         self.files, self._regions = files, regions
-        self._buffer = files.buffer(sum(_room_of(state[name]) for name in regions))
+        self._buffer = files.buffer(sum(_room_of(state[name]) for name in regions), device)
         for name, region, part in self._parts():
             if region.is_zero:  # made for this step
                 part.zero_()

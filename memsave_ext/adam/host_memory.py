@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from ..shared.dtensor import local_tensor
-from ..store.host import copy_streams, pinned_like
+from ..store.host import copy_streams, pinned_like, refuse_capture
 from ..store.kept import SMALLEST
 from .place import Fetched, Place
 
@@ -52,13 +52,7 @@ class _Copies:
 
 
 class OnCpu(Place):
-    """``states_on="cpu"``: states of parameters on a CPU are where they are.
-
-    Low parts of bfloat16 parameters stay on the device: they are changed where the parameter is
-    written to between steps.
-    """
-
-    stay = frozenset({"param_rest"})
+    """``states_on="cpu"``: states of parameters on a CPU are where they are."""
 
     def __init__(self) -> None:
         # By device: what is copied in ahead; what was fetched last; and what was after what.
@@ -105,11 +99,7 @@ class OnCpu(Place):
         }
         if not there:
             return Fetched(dict(state))
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "states_on='cpu': the copies of states to and from the host cannot be captured in "
-                "a CUDA graph: leave states_on out"
-            )
+        refuse_capture("states_on='cpu'")
         copies = self._ahead.pop(device, None)
         if copies is None or not copies.are_of(there):
             copies = self._copy(there, device)

@@ -48,7 +48,7 @@ class Adam(Native, torch.optim.Adam):
         seed: the seed of random rounding.
         max_grad_norm: clips each parameter's gradient to this norm.
         states_on: where states of 64 KiB or more lie between steps: None, beside the parameters; a
-            folder on Linux, for parameters on a CPU, in a file that ends with the process; or
+            folder on Linux, in a file that ends with the process; or
             ``"cpu"``, for those on CUDA in pinned memory, where those of a CPU are already. Each
             parameter's are fetched for its step.
         grads_on: where gradients of 64 KiB or more lie from the moment when they are complete until

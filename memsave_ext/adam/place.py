@@ -14,11 +14,9 @@ class Place:
 
     Attributes:
         smallest: the bytes from which on a tensor on the parameter's device may lie there.
-        stay: names of states that do not.
     """
 
     smallest = sys.maxsize
-    stay: frozenset[str] = frozenset()
 
     def check(self, params: Iterable[Tensor]) -> None:
         """Raises ValueError where the states of these parameters cannot lie there."""
@@ -29,7 +27,15 @@ class Place:
 
     def holds(self, name: str, state: Tensor, device: torch.device) -> bool:
         """Whether a state of this name and size lies there between steps."""
-        return name not in self.stay and self.takes(state.nbytes, device)
+        return not self.stays(name, device) and self.takes(state.nbytes, device)
+
+    def stays(self, name: str, device: torch.device) -> bool:
+        """Whether states of this name are beside the parameter.
+
+        On CUDA low parts of bfloat16 parameters are, which are changed where the parameter is
+        written to between steps.
+        """
+        return name == "param_rest" and device.type == "cuda"
 
     def reserve(self, nbytes: Iterable[int]) -> None:
         """Makes room for tensors of these sizes, or raises OSError."""

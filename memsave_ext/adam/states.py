@@ -31,7 +31,7 @@ def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     # No memory is taken for zeros that lie elsewhere.
     on_meta = _state_of_zeros(torch.empty_like(param, device="meta"), group)
     return {
-        name: (Place() if name in place.stay else place).zeros(like, param.device)
+        name: (Place() if place.stays(name, param.device) else place).zeros(like, param.device)
         if like.device.type == "meta"
         else like
         for name, like in on_meta.items()

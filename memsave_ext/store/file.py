@@ -14,8 +14,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
+
+from .host import staging
 
 _PAGE = mmap.PAGESIZE
 
@@ -102,12 +105,18 @@ class File:
         self._free.setdefault(region.size, []).append(region)
 
     def get(self, region: Region, into: Tensor) -> None:
-        """Reads a region into a contiguous tensor of bytes."""
-        self._transfer(os.preadv, region, into)
+        """Reads a region into a contiguous tensor of bytes, on the CPU or a CUDA device."""
+        if into.is_cuda:
+            staging(into.device).read(into, partial(self._transfer, os.preadv, region))
+        else:
+            self._transfer(os.preadv, region, into)
 
     def put(self, region: Region, values: Tensor) -> None:
-        """Writes a contiguous tensor of bytes to a region."""
-        self._transfer(os.pwritev, region, values)
+        """Writes a contiguous tensor of bytes to a region, from the CPU or a CUDA device."""
+        if values.is_cuda:
+            staging(values.device).write(values, partial(self._transfer, os.pwritev, region))
+        else:
+            self._transfer(os.pwritev, region, values)
 
     def read_ahead(self, region: Region) -> None:
         """Has the kernel read what is not in memory of a region."""
@@ -162,12 +171,14 @@ class File:
     def _failed(self, error: OSError, what: str) -> OSError:
         return OSError(error.errno, f"{self._name}: {what}: {error.strerror}")
 
-    def _transfer(self, call: Callable[..., int], region: Region, tensor: Tensor) -> None:
+    def _transfer(
+        self, call: Callable[..., int], region: Region, tensor: Tensor, start: int = 0
+    ) -> None:
         descriptor = self.descriptor()
         memory = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
         done = 0
         while done < len(memory):
-            count = call(descriptor, [memory[done:]], region.offset + done)
+            count = call(descriptor, [memory[done:]], region.offset + start + done)
             if count == 0:
                 raise OSError(
                     f"{self._name}: the file of {self._content} has been cut short by another "

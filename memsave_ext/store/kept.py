@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .file import File, Region
-from .host import copy_streams
+from .host import copy_streams, refuse_capture
 
 SMALLEST = 1 << 16  # bytes; smaller tensors stay in memory, of which they are little
 
@@ -38,20 +38,20 @@ class Keeper:
 
     Args:
         name: what errors begin with, an option and its value: ``grads_on='cpu'``.
-        device: of the tensors, the type of it.
+        devices: types of those whose tensors it takes.
     """
 
-    def __init__(self, name: str, device: str) -> None:
-        self.name, self._device = name, device
+    def __init__(self, name: str, *devices: str) -> None:
+        self.name, self._devices = name, devices
 
     def check(self, params: Iterable[Tensor]) -> None:
         """Raises ValueError where the tensors of such parameters cannot lie there."""
         for param in params:
-            if param.device.type not in (self._device, "meta"):
+            if param.device.type not in (*self._devices, "meta"):
                 option, _, value = self.name.partition("=")
                 raise ValueError(
-                    f"{option} must be 'cpu' for parameters on a CUDA device and a folder for "
-                    f"those on the CPU, got {value} and a parameter on {param.device}"
+                    f"{option} must be 'cpu' or a folder for parameters on a CUDA device and a "
+                    f"folder for those on the CPU, got {value} and a parameter on {param.device}"
                 )
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:
@@ -70,14 +70,14 @@ class Keeper:
 
 
 class FileKeeper(Keeper):
-    """Keeps values of tensors on the CPU in a file without a name.
+    """Keeps values of tensors on the CPU and on CUDA devices in a file without a name.
 
     Raises:
         ValueError: the system is not Linux.
     """
 
     def __init__(self, folder: str, name: str, content: str) -> None:
-        super().__init__(name, "cpu")
+        super().__init__(name, "cpu", "cuda")
         if sys.platform != "linux":
             raise ValueError(f"{name}: a folder can be used on Linux only")
         self._file = File(folder, name, content)
@@ -90,6 +90,8 @@ class FileKeeper(Keeper):
 
     def _room(self, values: Tensor) -> Kept:
         self._file.check_process()
+        if values.is_cuda:
+            refuse_capture(self.name)
         with self._lock:
             region = self._file.take(values.nbytes)
         return _InFile(self, region)
@@ -126,11 +128,7 @@ class HostKeeper(Keeper):
         super().__init__(name, "cuda")
 
     def _room(self, values: Tensor) -> Kept:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{self.name}: copies to and from the host cannot be captured in a CUDA graph: "
-                f"leave {self.name.partition('=')[0]} out"
-            )
+        refuse_capture(self.name)
         return _InHostMemory(values)
 
 

@@ -589,7 +589,7 @@ def test_cpu_is_where_they_are(tmp_path):
         ValueError, match="'cpu' is only for parameters on CUDA devices and on the CPU, got"
     ):
         made[1][1].param_groups[0]["states_on"].check([elsewhere])
-    with pytest.raises(ValueError, match="only for parameters on the CPU, got a parameter on mps"):
+    with pytest.raises(ValueError, match="on the CPU and on CUDA devices, got a parameter on mps"):
         Files(tmp_path).check([elsewhere])
 
 

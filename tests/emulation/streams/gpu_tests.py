@@ -12,7 +12,7 @@ class GpuTests:
 
 
 EVERY_TIME = [
-    GpuTests("adam/test_states_on_host_cuda.py"),
+    GpuTests("adam/test_states_elsewhere_cuda.py"),
     GpuTests("checkpoint/test_checkpoint_cuda.py", "not overlap"),  # measure
     GpuTests("checkpoint/test_graph_cuda.py", "not without_random_numbers_graphs"),  # shares a pool
     GpuTests("elsewhere/test_gradients_cuda.py"),

@@ -8,8 +8,10 @@ from torch import nn
 
 import memsave_ext as ms
 from memsave_ext.adam import host_memory
+from memsave_ext.adam.files import Files
 from memsave_ext.elsewhere import gradients
 from memsave_ext.elsewhere.gradient import GradientElsewhere
+from memsave_ext.store import host
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
@@ -175,12 +177,60 @@ def test_states_on_the_host(seed, small_bytes, monkeypatch):
     assert_same(*results)
 
 
-def test_gradients_on_the_host(seed, monkeypatch):
-    """Each leaves for pinned memory on a stream of its own, adds up there, is clipped and comes
-    back for its step."""
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """What goes to a file goes through buffers that are much smaller."""
+    monkeypatch.setattr(host, "_PIECE", 96)
+    host.staging.cache_clear()
+    yield
+    host.staging.cache_clear()
+
+
+def test_states_in_a_file(seed, small_pieces, tmp_path, monkeypatch):
+    """Through two buffers, as one is on its way to the disk and the other to the device."""
+    monkeypatch.setattr(Files, "smallest", 1)
+    results = []
+    for place in (tmp_path, None):
+        net = network(seed) if place else on_one_stream(network(seed))
+        optimizer = ms.AdamW(net.parameters(), in_backward=True, states_on=place, **OPTIONS)
+        found = train(net, optimizer, steps=4)
+        states = [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
+        assert all(state.is_cpu == bool(place) for state in states)
+        results.append([*found, *(state.cpu() for state in states)])
+    assert_same(*results)
+
+
+def test_two_streams_read_and_write_in_a_file(seed, small_pieces):
+    torch.manual_seed(seed)
+    staging = host.staging(torch.device(DEVICE, 0))
+    there = torch.randint(256, (400,), dtype=torch.uint8)
+    written = torch.empty_like(there)
+
+    def get(buffer, start):
+        buffer.copy_(there[start : start + buffer.numel()])
+
+    def put(buffer, start):
+        written[start : start + buffer.numel()] = buffer
+
+    one, other = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(one):
+        into = torch.empty(400, dtype=torch.uint8, device=DEVICE)
+        staging.read(into, get)
+    with torch.cuda.stream(other):
+        values = torch.arange(400, dtype=torch.uint8, device=DEVICE)
+        staging.write(values, put)
+        assert torch.equal(values.cpu(), written)
+    with torch.cuda.stream(one):
+        assert torch.equal(into.cpu(), there)
+
+
+@pytest.mark.parametrize("where", ["on the host", "in a file"])
+def test_gradients_on_the_host(seed, where, small_pieces, tmp_path, monkeypatch):
+    """Each leaves for pinned memory on a stream of its own, for a file from there, adds up there,
+    is clipped and comes back for its step."""
     monkeypatch.setattr(gradients, "SMALLEST", 1)
     results = []
-    for place in ("cpu", None):
+    for place in ("cpu" if where == "on the host" else tmp_path, None):
         net = network(seed) if place else on_one_stream(network(seed))
         optimizer = ms.AdamW(net.parameters(), grads_on=place, **OPTIONS)
         found = []
