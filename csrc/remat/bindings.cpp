@@ -475,16 +475,17 @@ void bind(py::module_& m) {
   py::class_<store::Store, std::shared_ptr<store::Store>>(m, "RematStore")
       .def_static(
           "in_folder",
-          [](const std::string& folder) {
+          [](const std::string& folder, const at::Device& device) {
+            const Pause pause;
             try {
-              return store::in_folder(folder);
+              return device.is_cpu() ? store::in_folder(folder) : store::staged(device, folder);
             } catch (const std::system_error& error) {
               errno = error.code().value();
               PyErr_SetFromErrnoWithFilename(PyExc_OSError, folder.c_str());
               throw py::error_already_set();
             }
           },
-          py::arg("folder"))
+          py::arg("folder"), py::arg("device"))
       .def_static(
           "predicted",
           [](std::string name, double out, double back) {

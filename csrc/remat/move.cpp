@@ -56,7 +56,7 @@ void Mover::begin() {
     std::string failure;
     const Pause pause;
     try {
-      if (held) away = store_->put(std::move(held), made_on, limit_);
+      if (held) wait_for([&] { away = store_->put(std::move(held), made_on, limit_); });
     } catch (const std::exception& error) {
       failure = error.what();
     }

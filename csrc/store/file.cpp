@@ -1,4 +1,5 @@
 // Contents in a file: threads write and read it while the step goes on.
+#include <c10/core/Event.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -214,7 +215,7 @@ struct Shared {
   explicit Shared(const std::string& folder) : file(folder) {}
 
   File file;
-  Room room{[](int64_t bytes) { memory::report_moved(at::kCPU, bytes); }};
+  Room room;
   Meter out, back;
   // For the state of all copies.
   Lock mutex{LockOrder::kInFile};
@@ -223,13 +224,21 @@ struct Shared {
 
 class InFile final : public Away, public std::enable_shared_from_this<InFile> {
  public:
-  InFile(std::shared_ptr<Shared> shared, c10::intrusive_ptr<c10::StorageImpl> memory)
+  // `filled_by`: the stream that fills it, which it is nobody else's memory then.
+  InFile(std::shared_ptr<Shared> shared, c10::intrusive_ptr<c10::StorageImpl> memory,
+         const std::optional<c10::Stream>& filled_by)
       : shared_(std::move(shared)),
+        device_(filled_by ? filled_by->device() : c10::Device(at::kCPU)),
         bytes_(static_cast<int64_t>(memory->nbytes())),
         offset_(shared_->file.take(bytes_)),
         source_(std::move(memory)),
         read_(source_->data()),
-        held_(hold_too(*source_)) {}
+        held_(hold_too(*source_)) {
+    memory::report_moved(device_, bytes_);
+    if (!filled_by) return;
+    filled_.emplace(filled_by->device_type());
+    filled_->record(*filled_by);
+  }
 
   void begin() { give_to_copiers(&InFile::write, &InFile::end_of_write, false); }
 
@@ -328,6 +337,7 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
     into_.reset();
     shared_->file.give_back(offset_, bytes_);
     shared_->room.give_back(bytes_);
+    memory::report_moved(device_, -bytes_);
   }
 
   // Frees what is copied where its storage has let go of it meanwhile.
@@ -346,11 +356,22 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
       is_writing_ = !is_cancelled_;
     }
     if (is_writing_) {
+      error_ = wait_until_filled();
       const double begin = clock_seconds();
-      error_ = shared_->file.write(read_, bytes_, offset_);
+      if (error_ == 0) error_ = shared_->file.write(read_, bytes_, offset_);
       if (error_ == 0) shared_->out.add(bytes_, clock_seconds() - begin);
     }
     let_go_of_it();  // S1, and before others see that it is out
+    if (filled_) source_.reset();
+  }
+  // Returns the system's number of an error, or 0.
+  int wait_until_filled() {
+    try {
+      if (filled_) filled_->synchronize();
+      return 0;
+    } catch (const std::exception&) {
+      return EIO;  // the device has failed, of which others will tell
+    }
   }
   void end_of_write() {
     is_writing_ = false;
@@ -367,8 +388,10 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
   void end_of_read() { has_come_ = true; }
 
   const std::shared_ptr<Shared> shared_;
+  const c10::Device device_;
   const int64_t bytes_, offset_;
   c10::intrusive_ptr<c10::StorageImpl> source_;
+  std::optional<c10::Event> filled_;
   const void* const read_;
   void* held_;
   std::atomic<bool> is_out_{false}, is_cancelled_{false};
@@ -386,10 +409,10 @@ class FileStore final : public Store {
       : folder_(std::move(folder)), shared_(std::make_shared<Shared>(folder_)) {}
 
   std::shared_ptr<Away> put(c10::intrusive_ptr<c10::StorageImpl> memory,
-                            const std::optional<c10::Stream>&, int64_t limit) override {
+                            const std::optional<c10::Stream>& made_on, int64_t limit) override {
     const auto bytes = static_cast<int64_t>(memory->nbytes());
     if (!shared_->room.take(bytes, limit)) return nullptr;
-    const auto copy = std::make_shared<InFile>(shared_, std::move(memory));
+    const auto copy = std::make_shared<InFile>(shared_, std::move(memory), made_on);
     std::shared_ptr<Away> away(static_cast<Away*>(copy.get()), [copy](Away*) { copy->abandon(); });
     copy->begin();
     return away;

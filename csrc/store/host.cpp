@@ -1,13 +1,6 @@
 // Contents of a CUDA device in pinned memory of the host. Copies each way have a stream of their
 // own, and whoever must wait for one is a stream, too: of the host nothing but the order of calls
 // is asked, so that it may run ahead of the device as ever.
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/TensorOptions.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
@@ -19,6 +12,8 @@
 
 #include "cuda_stream.h"
 #include "locks.h"
+#include "memory/active.h"
+#include "store/device_copies.h"
 #include "store/ranges.h"
 #include "store/store.h"
 #include "streams.h"
@@ -33,32 +28,6 @@ constexpr int64_t kCopied = 16 << 20;
 constexpr int64_t kLeastPiece = 32 << 20;
 constexpr int64_t kMostPiece = int64_t{1} << 30;
 constexpr int64_t kPinnedUnit = 512;
-
-c10::Stream stream_for_copies(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-}
-
-// What runs here is no part of a step: autograd does not record it, no mode of Python is asked.
-class AsideOfSteps {
- private:
-  const at::NoGradGuard no_grad_;
-  const at::AutoDispatchBelowADInplaceOrView below_;
-  const c10::impl::ExcludeDispatchKeyGuard no_modes_{c10::python_ks};
-};
-
-at::Tensor pinned_memory_of(int64_t bytes) {
-  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
-}
-
-// Returns a byte tensor on the whole storage.
-at::Tensor as_bytes(const c10::Storage& storage) {
-  const c10::DispatchKeySet keys(
-      c10::computeDispatchKey(at::kByte, at::kStrided, storage.device()));
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(storage), keys, caffe2::TypeMeta::Make<uint8_t>());
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(storage.nbytes())});
-  return tensor;
-}
 
 // The last copy back that reads a part of pinned memory. One stream makes all of them, in the order
 // of their numbers.
@@ -136,7 +105,10 @@ class PinnedMemory {
 // What the copies of a store share. Copies keep it alive.
 struct OnHost {
   explicit OnHost(c10::Device device)
-      : device(device), out(stream_for_copies(device)), back(stream_for_copies(device)) {}
+      : device(device),
+        out(stream_for_copies(device)),
+        back(stream_for_copies(device)),
+        room([device](int64_t bytes) { memory::report_moved(device, bytes); }) {}
 
   const c10::Device device;
   const c10::Stream out, back;

@@ -14,11 +14,6 @@
 //       done with it no later than others see that the copy is over.
 //   S4  Copies to and from a device are operators of torch. Who records operators does not record
 //       them during put(), begin_back() and in_host_memory().
-//
-// A file behind pinned memory, for a GPU and a disk, would be one more Store: put() copies into
-// pinned memory as the host's store does, and gives that to the put() of a file's store once it is
-// out; begin_back() asks that for it, and copies on to the device. Its host waits for the disk, so
-// that uses_streams() is false.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -72,8 +67,9 @@ class Store {
   // Whether a stream copies out, one after the other, for which streams wait and not the host.
   virtual bool uses_streams() const { return false; }
   // Begins to copy memory out, which nobody writes until that is over. `made_on`: the stream that
-  // it was made on. Null where more than `limit` bytes would be out, of all who use this store.
-  // Throws std::runtime_error where there is another reason why it cannot be.
+  // it was made on; of memory of the CPU, one that fills it. May wait. Null where more than `limit`
+  // bytes would be out, of all who use this store. Throws std::runtime_error where there is another
+  // reason why it cannot be.
   virtual std::shared_ptr<Away> put(c10::intrusive_ptr<c10::StorageImpl> memory,
                                     const std::optional<c10::Stream>& made_on, int64_t limit) = 0;
   // Measured once for a short time; of a file also of what is copied later. 0 where it is not
@@ -100,6 +96,11 @@ class Prediction {
 // A file in the folder that nobody else sees and that is gone with the process. Those who name the
 // same folder share it. Throws std::system_error where it cannot be made.
 std::shared_ptr<Store> in_folder(const std::string& folder);
+
+// The same for memory of a CUDA device, through pinned memory of the host, of which a bounded part
+// waits to be written. Those who name the same device and folder share it. Copies to the file are
+// counted with all that is in the folder.
+std::shared_ptr<Store> staged(c10::Device device, const std::string& folder);
 
 // Of a prediction: it holds the fake memory that is copied, and copies take as long as they would
 // at this speed, by the prediction's clock. `running` returns the prediction that runs on this

@@ -54,11 +54,10 @@ def check_offload(
                 f"the model is on {on}"
             )
         return _CPU
-    if on != "cpu":
-        cuda = "; offload='cpu' moves them to the host's memory" if on == "cuda" else ""
+    if on not in ("cpu", "cuda"):
         raise ValueError(
-            f"remat: offload={os.fspath(offload)!r} moves activations of a model on the CPU to "
-            f"files; the model is on {on}{cuda}"
+            f"remat: offload={os.fspath(offload)!r} moves activations of a model on the CPU or a "
+            f"CUDA device to files; the model is on {on}"
         )
     must = "remat: offload must be 'cpu' or an existing folder that can be written to"
     return absolute_folder(offload, must)
@@ -103,7 +102,6 @@ def store_of(offload: Offload | None, device: torch.device) -> Any:
 
     Raises:
         OSError: no file can be made in the folder.
-        ValueError: the folder was named in a prediction for CUDA.
     """
     native: Any = _parts.native("remat")
     if offload is None or native is None or (predicts() and not native.remat_is_predicted()):
@@ -116,14 +114,11 @@ def store_of(offload: Offload | None, device: torch.device) -> Any:
         if predicts():
             return native.RematStore.predicted(_CPU, _BUS, _BUS)
         return native.RematStore.in_host_memory(device)
-    if on_cuda:
-        raise ValueError(
-            f"remat: offload={os.fspath(offload)!r} is a folder, for activations on the CPU; this "
-            "step is on CUDA, whose activations offload='cpu' moves to the host's memory"
-        )
     folder = os.path.realpath(offload)
-    store = native.RematStore.in_folder(folder)
     if not predicts():
-        return store
+        return native.RematStore.in_folder(folder, device)
     with writing_files():
-        return native.RematStore.predicted(folder, *store.speed())
+        speed = native.RematStore.in_folder(folder, torch.device("cpu")).speed()
+    if on_cuda:
+        speed = tuple(min(of_disk, _BUS) for of_disk in speed)
+    return native.RematStore.predicted(folder, *speed)

@@ -198,7 +198,10 @@ def test_fit_moves_where_it_may(tmp_path, capsys):
 
 def test_a_timeline_says_where_it_went(tmp_path):
     model, _, _ = builder(budget=0.05, offload=tmp_path)()
-    x, store = torch.randn(2048, 64), native.RematStore.in_folder(os.path.realpath(tmp_path))
+    x, store = (
+        torch.randn(2048, 64),
+        native.RematStore.in_folder(os.path.realpath(tmp_path), torch.device("cpu")),
+    )
     model(x).sum().backward()
     with ms.memory.track(model) as whole:
         loss = model(x).sum()

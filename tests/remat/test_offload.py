@@ -56,7 +56,7 @@ def text(block):
 
 def used(folder):
     gc.collect()
-    return native.RematStore.in_folder(os.path.realpath(folder)).used()
+    return native.RematStore.in_folder(os.path.realpath(folder), torch.device("cpu")).used()
 
 
 @pytest.mark.parametrize("start", some(range(0, 150, 50), 1))
@@ -90,7 +90,9 @@ def test_room_is_free_once_what_came_back_is_freed(half, tmp_path):
                 loss = h.sum()
             del h
             loss.backward()
-            left += native.RematStore.in_folder(os.path.realpath(tmp_path)).used()
+            left += native.RematStore.in_folder(
+                os.path.realpath(tmp_path), torch.device("cpu")
+            ).used()
     finally:
         over.set()
         for thread in threads:

@@ -373,6 +373,22 @@ MISTAKES = [
         UNORDERED,
     ),
     Mistake(
+        "memory goes to a file before it is made",
+        "store/staged.cpp",
+        "      order_after(out_, from);\n",
+        "      if (!MISTAKE) order_after(out_, from);\n",
+        "the_bits_within moved_on_several",
+        UNORDERED,
+    ),
+    Mistake(
+        "a file has what the device has not copied yet",
+        "store/file.cpp",
+        "      if (filled_) filled_->synchronize();\n",
+        "      if (filled_ && !MISTAKE) filled_->synchronize();\n",
+        "the_bits_within",
+        FREED,
+    ),
+    Mistake(
         "memory is freed before it is out",
         "store/host.cpp",
         "    if (!std::exchange(is_waited_for_, true)) out_",

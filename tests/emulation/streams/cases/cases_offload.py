@@ -1,7 +1,9 @@
-"""Blocks that move memory to the host's: copies on streams of their own, and who waits for them."""
+"""Blocks that move memory to the host's, or to a file: copies on streams of their own, and who
+waits for them."""
 
 import contextlib
 import gc
+import os
 import time
 
 import fake_cuda  # noqa: F401
@@ -15,29 +17,38 @@ import memsave_ext as ms
 from memsave_ext import _native
 
 DEVICE = torch.device("cuda", 0)
-EVERYTHING = {"_everything": True, "offload": "cpu"}  # moves every second content, drops the others
 
 pytestmark = pytest.mark.filterwarnings("ignore:remat. the budget of")
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left():
+@pytest.fixture(params=["to the host", "to a file"])
+def place(request, tmp_path):
     _native.module.remat_forget()
-    yield
-    assert used_in_the_end() == 0
+    place = "cpu" if request.param == "to the host" else str(tmp_path)
+    yield place
+    assert used_in_the_end(place) == 0
 
 
-def used():
-    return _native.module.RematStore.in_host_memory(DEVICE).used()
+@pytest.fixture
+def everything(place):
+    """Options of a block that moves every second content and drops the others."""
+    return {"_everything": True, "offload": place}
 
 
-def used_in_the_end():
+def used(place):
+    stores = _native.module.RematStore
+    if place == "cpu":
+        return stores.in_host_memory(DEVICE).used()
+    return stores.in_folder(os.path.realpath(place), DEVICE).used()
+
+
+def used_in_the_end(place):
     """Of a failed backward, too, which the engine's thread lets go of after its error is here."""
     gc.collect()
     deadline = time.monotonic() + 60
-    while used() > 0 and time.monotonic() < deadline:
+    while used(place) > 0 and time.monotonic() < deadline:
         time.sleep(0.001)
-    return used()
+    return used(place)
 
 
 class Layer(nn.Module):
@@ -71,45 +82,45 @@ def step(model, x, block=None):
     return gradients, peak
 
 
-def check(program, *blocks):
-    """``program`` is given what makes blocks; blocks of each of these options move something."""
+def check(program, options):
+    """``program`` is given what makes blocks, which move something."""
     torch.cuda.manual_seed(1)
     expected = [t.cpu() for t in program(contextlib.nullcontext)]
-    for options in blocks or (EVERYTHING,):
-        made = []
+    made = []
 
-        def block(options=options, made=made):
-            made.append(ms.remat(**options))
-            return made[-1]
+    def block():
+        made.append(ms.remat(**options))
+        return made[-1]
 
-        torch.cuda.manual_seed(1)
-        ours = [t.cpu() for t in program(block)]
-        assert all(map(torch.equal, ours, expected))
-        figures = [b.figures() for b in made]
-        assert sum(f.moved_bytes for f in figures) > 0
-        assert sum(f.brought_back_bytes for f in figures) > 0
+    torch.cuda.manual_seed(1)
+    ours = [t.cpu() for t in program(block)]
+    assert all(map(torch.equal, ours, expected))
+    figures = [b.figures() for b in made]
+    assert sum(f.moved_bytes for f in figures) > 0
+    assert sum(f.brought_back_bytes for f in figures) > 0
 
 
 @pytest.mark.parametrize("share", [0.5, 0.2, 0.05])
-def test_the_bits_within_a_budget(share):
+def test_the_bits_within_a_budget(share, place):
     model, x = network()
     expected, plain = step(model, x)
     for _ in range(4):
-        block = ms.remat(model, budget=share, offload="cpu")
+        block = ms.remat(model, budget=share, offload=place)
         ours, peak = step(model, x, block)
         assert all(map(torch.equal, ours, expected))
         figures = block.figures()
         assert peak <= 1.02 * max(block.budget, block.least) < plain
         assert figures.not_moved_bytes == 0
     assert figures.brought_back_bytes >= figures.moved_bytes > 0
-    assert figures.waited_seconds == 0  # the device waits
-    assert "to the host's memory, and" in block.report()
+    where = "the host's memory" if place == "cpu" else place
+    assert f"to {where}, and" in " ".join(block.report().split())
+    assert (figures.waited_seconds == 0) == (place == "cpu")  # the device waits, or the host
 
 
-def test_below_the_least_of_recomputing():
+def test_below_the_least_of_recomputing(place):
     model, x = network()
     least = []
-    for options in ({}, {"offload": "cpu"}):
+    for options in ({}, {"offload": place}):
         _native.module.remat_forget()
         for _ in range(2):
             block = ms.remat(model, budget=0.01, **options)
@@ -118,7 +129,7 @@ def test_below_the_least_of_recomputing():
     assert least[1] < 0.95 * least[0]
 
 
-def test_moved_on_several_streams(seed):
+def test_moved_on_several_streams(seed, everything):
     """Whose layers, and their backwards, are on streams that wait for no more than they must."""
     model, x = network(seed, 3)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
@@ -138,10 +149,10 @@ def test_moved_on_several_streams(seed):
         return torch.autograd.grad(loss, list(model.parameters()))
 
     streams[1].wait_stream(streams[0])
-    check(program)
+    check(program, everything)
 
 
-def test_moved_in_steps_of_two_streams():
+def test_moved_in_steps_of_two_streams(everything):
     """They know nothing of each other, and have pinned memory in turn."""
     nets = [network(i, 2) for i in range(2)]
     streams = [torch.cuda.Stream() for _ in nets]
@@ -149,7 +160,7 @@ def test_moved_in_steps_of_two_streams():
     for _ in range(3):
         for (model, x), stream in zip(nets, streams, strict=True):
             with torch.cuda.stream(stream):
-                with ms.remat(**EVERYTHING) as block:
+                with ms.remat(**everything) as block:
                     loss = model(x).sum()
                 torch.autograd.grad(loss, list(model.parameters()))
                 del loss
@@ -157,7 +168,7 @@ def test_moved_in_steps_of_two_streams():
     torch.cuda.synchronize()  # before the networks are freed
 
 
-def test_moved_views_and_writes_in_place(seed):
+def test_moved_views_and_writes_in_place(seed, everything):
     torch.manual_seed(seed)
     w = nn.Parameter(torch.randn(64, 64).to(DEVICE))
     x = torch.randn(64, 64).to(DEVICE)
@@ -173,10 +184,10 @@ def test_moved_views_and_writes_in_place(seed):
             d = (c * c).sigmoid()
         return [*torch.autograd.grad(d.sum(), w), d.detach()]
 
-    check(program)
+    check(program, everything)
 
 
-def test_moved_and_written_while_it_leaves():
+def test_moved_and_written_while_it_leaves(everything):
     """On the stream that made it, and on another one."""
     w = nn.Parameter(torch.randn(256, 256).to(DEVICE))
     side = torch.cuda.Stream()
@@ -195,16 +206,16 @@ def test_moved_and_written_while_it_leaves():
                 values.append(z.exp().sum())
         return torch.autograd.grad(sum(values), w)
 
-    check(program)
+    check(program, everything)
 
 
-def test_moved_and_written_on_another_stream_at_once():
+def test_moved_and_written_on_another_stream_at_once(place):
     """While there is room for it, nobody else waits for its copy."""
     w = nn.Parameter(torch.randn(256, 256).to(DEVICE))
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     moved = 0
     for _ in range(5):
-        with ms.remat(budget=0.3, offload="cpu") as block:
+        with ms.remat(budget=0.3, offload=place) as block:
             values = []
             for _ in range(6):
                 y = w @ w
@@ -223,9 +234,9 @@ def test_moved_and_written_on_another_stream_at_once():
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_moved_and_changed_is_an_error_as_ever(inside):
+def test_moved_and_changed_is_an_error_as_ever(inside, everything):
     w = nn.Parameter(torch.randn(64, 64).to(DEVICE))
-    with ms.remat(**EVERYTHING) as block:
+    with ms.remat(**everything) as block:
         h = w * 2
         z = h.sin() + h.cos()
         if inside:
@@ -237,7 +248,7 @@ def test_moved_and_changed_is_an_error_as_ever(inside):
         z.sum().backward()
 
 
-def test_moved_for_two_backwards_and_one_of_a_backward():
+def test_moved_for_two_backwards_and_one_of_a_backward(everything):
     model, x = network(layers=2)
     x.requires_grad_()
 
@@ -250,10 +261,10 @@ def test_moved_for_two_backwards_and_one_of_a_backward():
         first = torch.autograd.grad(loss, params, retain_graph=True)
         return [*first, *torch.autograd.grad(loss, params)]
 
-    check(program)
+    check(program, everything)
 
 
-def test_moved_in_nested_blocks():
+def test_moved_in_nested_blocks(everything):
     model, x = network()
 
     def program(block):
@@ -264,10 +275,10 @@ def test_moved_in_nested_blocks():
             loss = (z * y).sum()
         return torch.autograd.grad(loss, list(model.parameters()))
 
-    check(program)
+    check(program, everything)
 
 
-def test_moved_and_dropped_after_an_exception():
+def test_moved_and_dropped_after_an_exception(place, everything):
     """What was on its way out or back when nobody asked for it any more."""
     model, x = network()
 
@@ -286,7 +297,7 @@ def test_moved_and_dropped_after_an_exception():
             return grad, None
 
     def forward_fails():
-        with ms.remat(**EVERYTHING):
+        with ms.remat(**everything):
             model(x)
             raise RuntimeError("in forward")
 
@@ -297,30 +308,43 @@ def test_moved_and_dropped_after_an_exception():
     for i in range(2, len(layers), 3):
         layers[i].forward = lambda x, i=i: Fails.apply(x, i)
     for Fails.at in (None, None, 5, None, 2, 8):
-        with ms.remat(net, budget=0.05, offload="cpu") as block:
+        with ms.remat(net, budget=0.05, offload=place) as block:
             loss = net(x).square().mean()
         with pytest.raises(RuntimeError) if Fails.at else contextlib.nullcontext():
             loss.backward()
         assert block.figures().moved_bytes > 0
         del loss
-        assert used_in_the_end() == 0
-    with ms.remat(**EVERYTHING):
+        assert used_in_the_end(place) == 0
+    with ms.remat(**everything):
         model(x).sum()  # dropped at once
-    with ms.remat(**EVERYTHING):
+    with ms.remat(**everything):
         loss = model(x).sum()
-    assert used() > 0
+    assert used(place) > 0
     del loss
-    gc.collect()
-    assert used() == 0
+    assert used_in_the_end(place) == 0
 
 
-def test_moved_in_several_threads():
+def test_moved_and_dropped_while_it_leaves(place, everything):
+    w = nn.Parameter(torch.randn(1 << 21).to(DEVICE))
+    for _ in range(3):
+        with ms.remat(**everything) as block:
+            y = w
+            for _ in range(16):
+                y = y * w
+            del y  # dropped at once
+        with ms.remat(**everything):
+            w.sin().sum()
+        assert block.figures().not_moved_bytes == 0
+    assert used_in_the_end(place) == 0
+
+
+def test_moved_in_several_threads(everything):
     """Steps that share the host's memory, and backwards of one graph at once."""
     x = torch.randn(512, 64).to(DEVICE)
     shared = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64))
     params = list(shared.to(DEVICE).parameters())
     expected_of_shared = torch.autograd.grad(shared(x).exp().sum(), params)
-    with ms.remat(**EVERYTHING):
+    with ms.remat(**everything):
         loss = shared(x).exp().sum()
     done = []
 
@@ -329,7 +353,7 @@ def test_moved_in_several_threads():
         of_net = list(net.parameters())
         expected = torch.autograd.grad(net(x).exp().sum(), of_net)
         for _ in range(5):
-            with ms.remat(**EVERYTHING) as block:
+            with ms.remat(**everything) as block:
                 of_block = net(x).exp().sum()
             ours = torch.autograd.grad(of_block, of_net)
             assert all(map(torch.equal, expected, ours)) and block.figures().moved_bytes > 0
@@ -342,24 +366,24 @@ def test_moved_in_several_threads():
     assert len(done) == 3
 
 
-def test_moved_no_more_than_the_limit():
+def test_moved_no_more_than_the_limit(place):
     model, x = network()
     expected, _ = step(model, x)
     moved = []
     for limit in (0, 1 << 18, "1MiB", None):
         _native.module.remat_forget()
         for _ in range(2):
-            block = ms.remat(model, budget=0.05, offload="cpu", offload_limit=limit)
+            block = ms.remat(model, budget=0.05, offload=place, offload_limit=limit)
             ours, _ = step(model, x, block)
             assert all(map(torch.equal, ours, expected))
         moved.append(block.figures().moved_bytes)
     assert moved[0] == 0 < moved[1] <= 1 << 18 and moved[1] < moved[2] <= 1 << 20 < moved[3]
 
 
-def test_moved_until_the_limit_is_reached():
+def test_moved_until_the_limit_is_reached(everything):
     model, x = network()
     expected, _ = step(model, x)
-    options = {**EVERYTHING, "offload_limit": 1 << 20}
+    options = {**everything, "offload_limit": 1 << 20}
     with ms.remat(**options) as first:
         loss = model(x).sum()
     second = ms.remat(**options)
@@ -372,14 +396,15 @@ def test_moved_until_the_limit_is_reached():
     del loss
 
 
-def test_moved_without_waiting():
+@pytest.mark.parametrize("place", ["to the host"], indirect=True)
+def test_moved_without_waiting(place):
     """The host waits for nothing, so that it runs ahead of the device as ever."""
     model, x = network()
-    ms.remat(model, budget=0.05, offload="cpu")  # measures how fast the host's memory is
+    ms.remat(model, budget=0.05, offload=place)  # measures how fast the host's memory is
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            with ms.remat(model, budget=0.05, offload="cpu") as block:
+            with ms.remat(model, budget=0.05, offload=place) as block:
                 loss = model(x).square().mean()
             loss.backward()
             del loss
@@ -389,10 +414,10 @@ def test_moved_without_waiting():
     assert block.figures().moved_bytes > 0
 
 
-def test_moved_by_a_module_and_its_trainer():
+def test_moved_by_a_module_and_its_trainer(place):
     model, x = network()
     expected, _ = step(model, x)
-    handle = ms.remat_module(model, budget=0.05, offload="cpu", offload_limit="1GB")
+    handle = ms.remat_module(model, budget=0.05, offload=place, offload_limit="1GB")
     for _ in range(3):
         ours, _ = step(model, x)
         assert all(map(torch.equal, ours, expected))
@@ -401,14 +426,14 @@ def test_moved_by_a_module_and_its_trainer():
     del handle
 
 
-def test_moved_nothing_while_a_graph_is_captured():
+def test_moved_nothing_while_a_graph_is_captured(everything):
     model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU()).to(DEVICE)
     x = torch.randn(512, 64).to(DEVICE)
     params = list(model.parameters())
     expected = torch.autograd.grad(model(x).square().mean(), params)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        with ms.remat(**EVERYTHING) as block:
+        with ms.remat(**everything) as block:
             loss = model(x).square().mean()
         ours = torch.autograd.grad(loss, params)
     graph.replay()
@@ -419,7 +444,7 @@ def test_moved_nothing_while_a_graph_is_captured():
 
 
 @pytest.mark.parametrize("budget", [0.05, None])
-def test_moved_where_the_device_is_on_the_host(budget):
+def test_moved_where_the_device_is_on_the_host(budget, place):
     """A block in which tensors of the CPU are saved, too: these stay, or are computed again."""
     model, x = network(layers=2)
     here, host = nn.Linear(256, 256), torch.randn(256, 256)
@@ -434,4 +459,4 @@ def test_moved_where_the_device_is_on_the_host(budget):
             grads = torch.autograd.grad(loss, params)
         return grads
 
-    check(program, {"model": model, "offload": "cpu", **options})
+    check(program, {"model": model, "offload": place, **options})
