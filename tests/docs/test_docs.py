@@ -14,6 +14,7 @@ PAGES = [
     *sorted((DOCS / "adam").glob("*.md")),
     *(DOCS / f"{n}.md" for n in ("checkpoint", "choosing", "chunks", "fits")),
     *(DOCS / f"{n}.md" for n in ("linear_cross_entropy", "memory", "offload", "remat", "symptoms")),
+    DOCS / "weights_on.md",
 ]
 
 # Pages that run with the native part alone, and why.
