@@ -72,6 +72,17 @@ def test_the_block_of_the_readme_runs_as_it_stands(capsys):
     assert t.peak <= 1.02 * 400e6
 
 
+@pytest.mark.once
+def test_the_home_of_the_site_is_the_readmes_call_and_picture():
+    assert blocks(DOCS / "index.md") == blocks(DOCS.parent / "README.md")
+    picture = re.compile(r"!\[.*\]\((?:\.\./)?(benchmarks/results/.*)\)")
+    home, readme = (
+        picture.findall(page.read_text("utf-8"))
+        for page in (DOCS / "index.md", DOCS.parent / "README.md")
+    )
+    assert home == readme[:1]
+
+
 def test_the_blocks_of_checkpoint_count_once_and_leave_torch_as_it_was():
     torchs = torch.utils.checkpoint.checkpoint
     names = {"__name__": "checkpoint"}
