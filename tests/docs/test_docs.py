@@ -105,6 +105,15 @@ def test_links_lead_somewhere(page):
         assert (page.parent / target).exists(), target
 
 
+def test_no_line_of_code_is_wider_than_its_column():
+    root = DOCS.parent
+    pages = [path for path in (root / "README.md", root / "CONTRIBUTING.md") if path.is_file()]
+    for page in [*pages, *sorted(DOCS.rglob("*.md"))]:
+        code = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.M)
+        lines = "\n".join(text for kind, text in code if kind != "text").splitlines()
+        assert not [line for line in lines if len(line) > 100], page
+
+
 TASKS = [*PAGES, DOCS / "distributed.md", *sorted((DOCS / "trainers").glob("*.md"))]
 
 
@@ -113,6 +122,9 @@ def test_a_page_begins_with_its_snippet_and_ends_with_its_limitations(page):
     if not page.is_file():
         pytest.skip("no docs")
     lines = page.read_text(encoding="utf-8").splitlines()
-    assert lines.index("```python") <= 8
+    first = lines.index("```python")
+    assert first <= 8
+    if page.stem != "symptoms":  # which begins with what all of its snippets run on
+        assert re.search(r"\bms\.\w", "\n".join(lines[first + 1 : first + 6]))
     titles = [line for line in lines if line.startswith("## ")]
     assert "## Limitations" not in titles[:-1]
