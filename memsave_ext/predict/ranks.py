@@ -194,7 +194,10 @@ def _shard(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 
 def _wrap(model: nn.Module) -> None:
-    """Has a model's forward do what DistributedDataParallel does around it, in place."""
+    """Has a model's forward do what DistributedDataParallel does around it, in place.
+
+    A model in another module would not do: the user's step calls the model that it knows.
+    """
     ddp: Any = DistributedDataParallel(model)
     forward: Callable[..., Any] = model.forward
 

@@ -14,6 +14,7 @@ PAGES = [
     *sorted((DOCS / "adam").glob("*.md")),
     *(DOCS / f"{n}.md" for n in ("checkpoint", "choosing", "chunks", "fits")),
     *(DOCS / f"{n}.md" for n in ("linear_cross_entropy", "memory", "offload", "remat", "symptoms")),
+    DOCS / "weights_on.md",
 ]
 
 # Pages that run with the native part alone, and why.
@@ -71,6 +72,17 @@ def test_the_block_of_the_readme_runs_as_it_stands(capsys):
     assert t.peak <= 1.02 * 400e6
 
 
+@pytest.mark.once
+def test_the_home_of_the_site_is_the_readmes_call_and_picture():
+    assert blocks(DOCS / "index.md") == blocks(DOCS.parent / "README.md")
+    picture = re.compile(r"!\[.*\]\((?:\.\./)?(benchmarks/results/.*)\)")
+    home, readme = (
+        picture.findall(page.read_text("utf-8"))
+        for page in (DOCS / "index.md", DOCS.parent / "README.md")
+    )
+    assert home == readme[:1]
+
+
 def test_the_blocks_of_checkpoint_count_once_and_leave_torch_as_it_was():
     torchs = torch.utils.checkpoint.checkpoint
     names = {"__name__": "checkpoint"}
@@ -78,7 +90,7 @@ def test_the_blocks_of_checkpoint_count_once_and_leave_torch_as_it_was():
         exec(code, names)
     assert torch.utils.checkpoint.checkpoint is torchs
     model, x, layer = names["model"], names["x"], names["layer"]
-    assert int(model[0].norm.num_batches_tracked) == 3  # three forwards, two of them run again
+    assert int(names["net"][1].num_batches_tracked) == 1
     assert torch.equal(names["y"], type(model[0]).forward(model[0], x))
     assert all(p.grad.any() for p in model[1].parameters())
     assert layer.conv.weight.grad.any() and all(f.grad.any() for f in names["features"])
@@ -93,6 +105,15 @@ def test_links_lead_somewhere(page):
         assert (page.parent / target).exists(), target
 
 
+def test_no_line_of_code_is_wider_than_its_column():
+    root = DOCS.parent
+    pages = [path for path in (root / "README.md", root / "CONTRIBUTING.md") if path.is_file()]
+    for page in [*pages, *sorted(DOCS.rglob("*.md"))]:
+        code = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.M)
+        lines = "\n".join(text for kind, text in code if kind != "text").splitlines()
+        assert not [line for line in lines if len(line) > 100], page
+
+
 TASKS = [*PAGES, DOCS / "distributed.md", *sorted((DOCS / "trainers").glob("*.md"))]
 
 
@@ -101,6 +122,9 @@ def test_a_page_begins_with_its_snippet_and_ends_with_its_limitations(page):
     if not page.is_file():
         pytest.skip("no docs")
     lines = page.read_text(encoding="utf-8").splitlines()
-    assert lines.index("```python") <= 8
+    first = lines.index("```python")
+    assert first <= 8
+    if page.stem != "symptoms":  # which begins with what all of its snippets run on
+        assert re.search(r"\bms\.\w", "\n".join(lines[first + 1 : first + 6]))
     titles = [line for line in lines if line.startswith("## ")]
     assert "## Limitations" not in titles[:-1]
