@@ -3,6 +3,7 @@ Adam in backward give the bits of the same training without them."""
 
 import functools
 import itertools
+import tempfile
 from contextlib import nullcontext
 
 import pytest
@@ -76,13 +77,28 @@ if native:
     WRAPS["remat, too small"] = lambda model: ms.remat_module(model, budget=1)
 
 
-def train(sequence, wrap, **options):
-    """Losses and parameters, whether gradients were left, how often blocks ran, and a report."""
+OPTIMIZERS = {
+    "after": {},
+    "in backward": {"in_backward": True},
+    "clipped": {"max_grad_norm": 0.01},
+    "in backward, clipped": {"in_backward": True, "max_grad_norm": 0.01},
+    "elsewhere": {"grads_on": "a folder"},
+}
+
+
+def adam(kind, module):
+    options = dict(OPTIMIZERS[kind])
+    if "grads_on" in options:
+        options["grads_on"] = tempfile.mkdtemp()
+    return ms.AdamW(module.parameters(), lr=1e-2, **options)
+
+
+def train(sequence, wrap, kind):
+    """Losses and parameters, whether gradients were left, how often a layer ran, and a report."""
     model, runs = parallelized(sequence), []
-    model.blocks[0].register_forward_pre_hook(lambda *_: runs.append(0))
-    model.blocks[0].up.register_forward_pre_hook(lambda *_: runs.append(1))
+    model.blocks[0].up.register_forward_pre_hook(lambda *_: runs.append(0))
     handle = WRAPS[wrap](model)
-    optimizer = ms.AdamW(model.parameters(), lr=1e-2, **options)
+    optimizer = adam(kind, model)
     losses, left = [], False
     for step in range(3):
         x, target = data(step)
@@ -95,18 +111,13 @@ def train(sequence, wrap, **options):
         optimizer.zero_grad()
         losses.append(loss.detach())
     report = handle.report() if "remat" in wrap else ""
-    return losses + whole(model.parameters()), left, runs.count(1), report
+    return losses + whole(model.parameters()), left, len(runs), report
 
 
-OPTIONS = {"": {}, "clipped": {"max_grad_norm": 0.01}}
 CASES = {
-    (sequence, wrap, name, in_backward): functools.partial(
-        train, sequence, wrap, in_backward=in_backward, **OPTIONS[name]
-    )
-    for sequence, wrap, name, in_backward in itertools.product(
-        (False, True), WRAPS, OPTIONS, (False, True)
-    )
-    if not name or wrap == "plain"
+    case: functools.partial(train, *case)
+    for case in itertools.product((False, True), WRAPS, OPTIMIZERS)
+    if case[1] == "plain" or case[2] in ("after", "in backward")
 }
 
 
@@ -130,7 +141,7 @@ def scheduled(schedule, wrap, optimizer, budget=None):
         ms.checkpoint_modules(module, Block)
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     run = schedule(stage, n_microbatches=4, loss_fn=F.mse_loss)
-    opt = ms.AdamW(module.parameters(), lr=1e-2, in_backward=optimizer == "in backward")
+    opt = adam(optimizer, module)
     losses, found = [], []
     for step in range(4):
         x, _ = data(step)
@@ -156,6 +167,7 @@ PIPELINES = {
     for wrap, optimizer, budget in (
         ("plain", "after", None),
         ("plain", "in backward", None),
+        ("plain", "elsewhere", None),
         ("checkpoint", "in backward", None),
         *((("remat", "in backward", b) for b in ("1GB", 1, "300KB")) if native else ()),
     )
@@ -173,19 +185,20 @@ def same(one, other):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tensor_parallel_has_the_bits_of_plain(results, case):
-    sequence, wrap, options, in_backward = case
-    for rank, plain in zip(results[case], results[sequence, "plain", options, False], strict=True):
+    sequence, wrap, kind = case
+    other = "clipped" if "clipped" in kind else "after"
+    for rank, plain in zip(results[case], results[sequence, "plain", other], strict=True):
         assert isinstance(rank, tuple), rank
         values, left, runs, report = rank
         assert same(values, plain[0])
-        assert left is not in_backward
+        assert left == ("in backward" not in kind)
         assert runs == (6 if wrap == "checkpoint" else 3)  # in three steps
         assert ("inside of DTensors (tensor parallelism)" in report) == ("remat" in wrap)
 
 
 def test_clipping_changes_the_parameters(results):
-    (clipped, *_), _ = results[False, "plain", "clipped", False]
-    (free, *_), _ = results[False, "plain", "", False]
+    (clipped, *_), _ = results[False, "plain", "clipped"]
+    (free, *_), _ = results[False, "plain", "after"]
     assert not same(clipped, free)
 
 
