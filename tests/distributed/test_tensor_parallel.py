@@ -3,6 +3,7 @@ Adam in backward give the bits of the same training without them."""
 
 import functools
 import itertools
+import os
 import tempfile
 from contextlib import nullcontext
 
@@ -25,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 import memsave_ext as ms
 
 native = ms._native.available
+FOLDER = "MEMSAVE_EXT_TEST_FOLDER"  # an environment variable, which the ranks inherit
 WIDTH, CLASSES, TOKENS = 32, 101, 8
 
 
@@ -89,7 +91,7 @@ OPTIMIZERS = {
 def adam(kind, module):
     options = dict(OPTIMIZERS[kind])
     if "grads_on" in options:
-        options["grads_on"] = tempfile.mkdtemp()
+        options["grads_on"] = tempfile.mkdtemp(dir=os.environ[FOLDER])
     return ms.AdamW(module.parameters(), lr=1e-2, **options)
 
 
@@ -175,8 +177,10 @@ PIPELINES = {
 
 
 @pytest.fixture(scope="module")
-def results():
-    return run_ranks(2, CASES | PIPELINES)
+def results(tmp_path_factory):
+    os.environ[FOLDER] = str(tmp_path_factory.mktemp("gradients"))
+    yield run_ranks(2, CASES | PIPELINES)
+    del os.environ[FOLDER]
 
 
 def same(one, other):
