@@ -315,13 +315,19 @@ class _Predictions:
     ) -> PredictedStep:
         """Returns the step, or one whose remat has a smaller budget, where it keeps to the budget
         and reserves more than that."""
-        given = self._budget
+        given, tried = self._budget, step
         for _ in range(_SMALLER_BUDGETS if techniques.within_budget else 0):
-            over = self.needed(step) - self._budget
-            if over <= 0 or self.peak(step) > 1.02 * given:  # its minimum is more
+            over = self.needed(tried) - self._budget
+            if over <= 0:
+                return tried
+            given -= max(over, self._budget // 25)
+            if given <= 0 or self.peak(tried) > 1.02 * self._budget:  # its minimum is more
                 break
-            given = self._remat_budgets[techniques, size] = max(given - over, 1)
-            step = self._result(self._start(techniques, size))
+            self._remat_budgets[techniques, size] = given
+            tried = self._result(self._start(techniques, size))
+        if self.needed(tried) <= self._budget:
+            return tried
+        self._remat_budgets.pop((techniques, size), None)
         return step
 
     def _start(

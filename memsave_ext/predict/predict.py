@@ -79,8 +79,8 @@ class PredictedStep(Reported):
             the model's nor the optimizer's and lived before, as a teacher's parameters.
         reserved: the most bytes that CUDA's caching allocator reserves from the first step on, in
             segments that it has from the driver, as ``nvidia-smi`` shows them beside the context's;
-            with expandable segments where ``PYTORCH_ALLOC_CONF`` asks for them here. None of a
-            CPU.
+            with expandable segments where ``PYTORCH_ALLOC_CONF`` asks for them here. Of steps of
+            ``remat`` those that have a plan count. None of a CPU.
         reserved_expandable: the same with expandable segments.
     """
 
@@ -310,6 +310,7 @@ def _told(
             # Where the first step makes states in its backward, it is not known to the byte which
             # of its moments they were there in. Later steps follow plans of one that had them.
             step()
+            tracker.reserve()  # where remat runs ahead, no step was without a plan
         note("the step")
         modules, names = Modules(model), Names()
         others = [*others, *_of_other_models(tracker.storages.reached.values())]

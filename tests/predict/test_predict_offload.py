@@ -35,12 +35,12 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def builder(**options):
+def builder(tokens=2048, **options):
     def build():
         model = nn.Sequential(*[Block() for _ in range(4)])
         handle = ms.remat_module(model, **options) if options else None
         optimizer = torch.optim.AdamW(model.parameters())
-        x = torch.randn(2048, 64)
+        x = torch.randn(tokens, 64)
 
         def step():
             model(x).square().mean().backward()
