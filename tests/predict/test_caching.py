@@ -4,8 +4,11 @@ beside it. No card has been asked."""
 import random
 
 import pytest
+import torch
 from oracles.caching import MIB, Slow
+from torch import nn
 
+import memsave_ext as ms
 from memsave_ext.fakes.caching import CachingAllocator
 
 
@@ -72,3 +75,67 @@ def test_what_was_there_before_is_freed_without_a_word():
     allocator = CachingAllocator(False)
     allocator.freed(1)
     assert allocator.reserved == 0
+
+
+class Scale(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.factor = nn.Parameter(torch.empty(size // 4))
+
+    def forward(self):
+        return (self.factor * 2).sum()
+
+
+def scaled():
+    """The parameter, its product, whose memory its gradient is in, and numbers."""
+    model = Scale(64 * MIB)
+
+    def step():
+        model().backward()
+        model.factor.grad = None
+
+    return model, None, step
+
+
+def growing():
+    """Each needs a segment of its own, if none grows."""
+    model = nn.Linear(2, 2)
+
+    def step():
+        model(torch.ones(1, 2)).sum().backward()
+        for size in (30, 32, 34, 36):
+            torch.empty(size * MIB, dtype=torch.uint8)
+
+    return model, None, step
+
+
+def test_a_prediction_says_what_is_reserved():
+    predicted = ms.memory.predict(scaled, device="cuda")
+    assert 128 * MIB < predicted.peak < 129 * MIB
+    assert predicted.reserved == (64 + 64 + 2) * MIB
+    assert predicted.reserved_expandable == (7 * 20 + 2) * MIB
+    assert "the allocator reserves 130 MiB" in predicted.report()
+    assert predicted.to_json()["reserved"] == predicted.reserved
+    assert not any("PYTORCH_ALLOC_CONF" in text for text in predicted.remedies())
+    on_cpu = ms.memory.predict(scaled)
+    assert on_cpu.reserved is on_cpu.reserved_expandable is None
+    assert "reserves" not in on_cpu.report()
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_what_fragmentation_costs_and_what_ends_it(monkeypatch, name):
+    predicted = ms.memory.predict(growing, device="cuda")
+    assert predicted.reserved == (30 + 32 + 34 + 36 + 2) * MIB
+    (said,) = predicted.remedies()
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment it reserves 42" in said
+    monkeypatch.setenv(name, "expandable_segments:True")
+    predicted = ms.memory.predict(growing, device="cuda")
+    assert predicted.reserved == predicted.reserved_expandable == (40 + 2) * MIB
+    assert predicted.remedies() == []
+
+
+def test_the_budget_is_of_reserved_bytes():
+    for budget, fits in ((130 * MIB, True), (130 * MIB - 1, False)):
+        row = ms.memory.fits(scaled, budget).rows[0]
+        assert (row.reserved, row.fits) == (130 * MIB, fits)
+        assert row.peak < row.reserved
