@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .vocabulary import Vocabulary
+
 BLOCK = 256  # with as many classes, borders of chunks are borders of blocks of 8-bit states
 LARGEST = 8192
 FEWEST_ON_CUDA = 2048  # fewer would leave a GPU waiting for launches, and products too small for it
@@ -22,6 +24,7 @@ class Settings(NamedTuple):
     tokens: int  # in a chunk
     in_region: bool  # whether a checkpointed region is around the call
     debug: bool
+    vocabulary: Vocabulary | None = None  # None: the weight has all classes
 
 
 class Rows(Protocol):

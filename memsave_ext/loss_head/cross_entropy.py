@@ -11,6 +11,7 @@ from torch import Tensor
 from . import operators
 from .chunks import Chunk, Chunks, Settings
 from .reference import Found, Options
+from .vocabulary import Vocabulary
 
 
 class CrossEntropy(Chunks):
@@ -34,7 +35,8 @@ class CrossEntropy(Chunks):
         self.indices = target.contiguous() if target.dim() == 1 else None
         self.probabilities = None if target.dim() == 1 else target
         self.keep = 1 - options.label_smoothing
-        self.spread = options.label_smoothing / max(self.classes, 1)
+        self.of = settings.vocabulary or Vocabulary(self.classes)
+        self.spread = options.label_smoothing / max(self.of.classes, 1)
 
     def _distribution(self, chunk: Chunk) -> tuple[Any, ...]:
         """Returns the last arguments of both operators."""
@@ -42,10 +44,10 @@ class CrossEntropy(Chunks):
         if self.probabilities is not None:
             probabilities = self.probabilities[chunk.tokens, chunk.classes]
             probabilities = probabilities.to(self.wide).contiguous()
-        weight = None if self.weight is None else self.weight[chunk.classes]
+        first, stop = (self.of.first + place for place in (chunk.classes.start, chunk.classes.stop))
+        weight = None if self.weight is None else self.weight[first:stop]
         indices = None if self.indices is None else self.indices[chunk.tokens]
         softcap = self.options.softcap or 0.0
-        first = chunk.classes.start
         return indices, probabilities, weight, first, self.keep, self.spread, softcap
 
     def loss(self) -> tuple[Found, Tensor]:
@@ -58,7 +60,7 @@ class CrossEntropy(Chunks):
             sums[0] = -torch.inf
             of_blocks.append(sums)
         totals = sums.new_zeros(self.tokens)  # of each token's distribution
-        best = _Best(totals) if self.options.predicted else None
+        best = _Best(totals, self.of.first) if self.options.predicted else None
         for chunk in self:
             if best is not None:
                 best.add(chunk)
@@ -68,6 +70,11 @@ class CrossEntropy(Chunks):
                 weight = 1.0 if self.weight is None else distribution[2]
                 totals[chunk.tokens] += ((self.keep * probabilities + self.spread) * weight).sum(1)
         sums = torch.cat(of_blocks, 1) if len(of_blocks) > 1 else sums
+        if self.of.group is not None:
+            assert self.indices is not None
+            self.of.combine_(sums, self.indices)
+            if best is not None:
+                self.of.choose_(best.value, best.place)
         maximum, log_sum, dot = sums[0], sums[1].log(), sums[2]
         counted = torch.ones_like(totals)
         share = counted
@@ -79,7 +86,9 @@ class CrossEntropy(Chunks):
                 share = torch.where(counted != 0, self.weight[place], 0.0)
             totals = self.keep * share
             if self.spread:  # else an infinite weight of another class has no part
-                totals += self.spread * (self.classes if self.weight is None else self.weight.sum())
+                totals += self.spread * (
+                    self.of.classes if self.weight is None else self.weight.sum()
+                )
         losses = totals * log_sum - (dot - totals * maximum)
         # A sum of infinite parts, which all have the sign of `totals`.
         losses = torch.where(totals.isinf(), totals + 0 * (maximum + log_sum), losses)
@@ -115,7 +124,8 @@ class _Best:
     """The class with the largest logit of each token, the first one of several. A cap keeps the
     order of logits, so that they are compared without it."""
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, first: int) -> None:
+        self.first = first  # of the classes of the chunks
         self.value = torch.full_like(like, -torch.inf)
         self.place = torch.zeros_like(like, dtype=torch.int64)
 
@@ -124,6 +134,6 @@ class _Best:
         best = self.value[chunk.tokens]
         larger = value > best
         self.place[chunk.tokens] = torch.where(
-            larger, place + chunk.classes.start, self.place[chunk.tokens]
+            larger, place + self.first + chunk.classes.start, self.place[chunk.tokens]
         )
         self.value[chunk.tokens] = torch.where(larger, value, best)

@@ -14,6 +14,7 @@ from ..remat.recorder import unrecorded
 from . import head
 from .chunks import BLOCK, Settings, shape_of_chunk
 from .reference import Found, Options, check, reference
+from .vocabulary import is_sharded, local_rows, local_tokens, vocabulary_of
 
 _REDUCTIONS = "mean", "sum", "none"
 _DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -149,10 +150,24 @@ def _loss_of(
     ignored = -100 if ignore_index is None else ignore_index
     asked = return_lse, return_predicted, return_entropy
     loss_options = Options(reduction, ignored, label_smoothing, softcap, *asked)
+    classes, vocabulary = linear_weight.shape[0], None
+    if is_sharded(linear_weight):
+        if has_probabilities:
+            raise ValueError(
+                "target must have class indices where linear_weight is sharded over its classes, "
+                f"got probabilities of shape {tuple(target.shape)}"
+            )
+        vocabulary = vocabulary_of(linear_weight)
+        target, weight = local_tokens(linear_weight, target=target, weight=weight)
+        input, low = local_tokens(linear_weight, **{"input": input, "low_rank[0]": low})
+        rows = {"linear_bias": linear_bias, "low_rank[1]": low_weight}
+        linear_weight, linear_bias, low_weight = local_rows(linear_weight, **rows)
     tensors = (input, linear_weight, linear_bias, target, weight)
-    if not _is_chunked(
-        *tensors, low, low_weight, loss_options, has_probabilities
-    ) or _divides_by_zero(target, weight, loss_options, has_probabilities):
+    is_chunked = _is_chunked(*tensors, low, low_weight, loss_options, has_probabilities, classes)
+    if vocabulary is not None:
+        if not is_chunked:
+            raise ValueError(_not_as_shards(*tensors, low, low_weight, options=loss_options))
+    elif not is_chunked or _divides_by_zero(target, weight, loss_options, has_probabilities):
         found = reference(
             input, linear_weight, target, linear_bias, weight, loss_options, low, low_weight
         )
@@ -161,12 +176,12 @@ def _loss_of(
         input, target = input[None], target[None]
         low = None if low is None else low[None]
     if not has_probabilities:
-        _check_indices(target, linear_weight.shape[0], ignored)
+        _check_indices(target, classes, ignored)
     dtype = logits_dtype(input)
-    tokens, classes = shape_of_chunk(input.shape[0], linear_weight.shape, linear_weight.is_cuda)
+    tokens, columns = shape_of_chunk(input.shape[0], linear_weight.shape, linear_weight.is_cuda)
     if chunk_size is not None:
-        tokens, classes = input.shape[0], chunk_size
-    settings = Settings(dtype, classes, tokens, in_region(), debug)
+        tokens, columns = input.shape[0], chunk_size
+    settings = Settings(dtype, columns, tokens, in_region(), debug, vocabulary)
     result = loss_dtype or _loss_dtype(input, target, weight)
     layer = input, linear_weight, linear_bias, low, low_weight
     found = head.run(*layer, target, weight, settings, loss_options, result)
@@ -266,6 +281,7 @@ def _is_chunked(
     low_weight: Tensor | None,
     options: Options,
     has_probabilities: bool,
+    classes: int,
 ) -> bool:
     """Whether the chunks' arithmetic is defined for these arguments.
 
@@ -274,13 +290,31 @@ def _is_chunked(
     """
     kind = target.is_floating_point() if has_probabilities else target.dtype == torch.int64
     return (
-        layer_is_chunked(input, linear_weight, linear_bias, target, weight, low, low_weight)
+        classes > 0
+        and layer_is_chunked(input, linear_weight, linear_bias, target, weight, low, low_weight)
         and kind
         and (has_probabilities or target.shape == input.shape[:-1])
         and not target.requires_grad
-        and (weight is None or _is_class_weight(weight, linear_weight.shape[0]))
+        and (weight is None or _is_class_weight(weight, classes))
         and options.reduction in _REDUCTIONS
         and 0 <= options.label_smoothing <= 1
+    )
+
+
+def _not_as_shards(*tensors: Tensor | None, options: Options) -> str:
+    """Returns why there is no loss: torch's operators would take a shard for the whole."""
+    names = "input", "linear_weight", "linear_bias", "target", "weight", "low_rank", "low_rank[1]"
+    given = ", ".join(
+        f"{name} {type(t).__name__} of {t.dtype} and shape {tuple(t.shape)} on {t.device}"
+        for name, t in zip(names, tensors, strict=True)
+        if t is not None
+    )
+    return (
+        "where linear_weight is sharded over its classes, tensors must be on one device and of one "
+        "dtype out of float64, float32, bfloat16 and float16 (any with autocast), targets int64 "
+        "without a gradient of shape (N), weight (C) without a gradient, reduction 'mean', 'sum' "
+        "or 'none', label_smoothing between 0 and 1, and torch.func transforms nothing; got "
+        f"{given}, reduction {options.reduction!r}, label_smoothing {options.label_smoothing}"
     )
 
 
@@ -292,7 +326,6 @@ def layer_is_chunked(
     tensors = [*floats, *(t for t in others if t is not None)]
     return (
         linear_weight.dim() == 2
-        and linear_weight.shape[0] > 0
         and all(t.dtype in _DTYPES and t.layout == torch.strided for t in floats)
         and (autocasts(input) or all(t.dtype == input.dtype for t in floats))
         and all(t.device == input.device for t in tensors)

@@ -122,6 +122,11 @@ def differentiable(
     """Returns gradients that have a graph, of ``tensors``, the node's first inputs: those of
     torch's operators, with all logits. ``results`` makes of these what its forward has made."""
     settings: Settings = ctx.settings
+    if settings.vocabulary is not None:
+        raise RuntimeError(
+            "the loss of a linear_weight that is sharded over its classes has no double backward "
+            "(create_graph=True), which would need whole logits"
+        )
     _explain(settings.debug, "backward makes a graph (create_graph=True)")
     needed = ctx.needs_input_grad[: len(tensors)]
     # Aliases: a path from one of the tensors to another is not a part of these gradients.
@@ -142,6 +147,8 @@ def _begin_rows(settings: Settings) -> Rows | None:
     begun: Rows | str
     if settings.in_region:
         begun = "the loss is inside of a checkpointed region"
+    elif settings.vocabulary is not None:
+        begun = "the weight is a shard, a DTensor"
     elif (native := _parts.native("adam")) is None:
         begun = "optimizers of memsave_ext run in pure Python"
     else:

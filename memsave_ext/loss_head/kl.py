@@ -161,7 +161,9 @@ def _check_places(*layers: dict[str, Tensor]) -> None:
 def _divergence(
     student: _Layer, teacher: _Layer, kind: _Kind, chunk_size: int | None, debug: bool
 ) -> Tensor:
-    if not (layer_is_chunked(*student, *teacher) and layer_is_chunked(*teacher)):
+    if not (
+        len(student.weight) and layer_is_chunked(*student, *teacher) and layer_is_chunked(*teacher)
+    ):
         return _by_torch(student, teacher, kind)
     rows, weight, _ = student
     tokens, classes = shape_of_chunk(rows.shape[0], weight.shape, weight.is_cuda, _TENSORS)

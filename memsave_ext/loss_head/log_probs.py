@@ -11,6 +11,7 @@ from torch import Tensor
 from .chunks import Chunks, Settings, shape_of_chunk
 from .function import as_asked, check_low_rank, check_tensors, logits_dtype, loss_of
 from .reference import Found
+from .vocabulary import replicated
 
 _OF_CAPPED = 3  # tensors of a chunk's logits at once, where a mean is of capped ones
 
@@ -80,7 +81,7 @@ def linear_log_probs(
     found = loss_of(
         rows,
         linear_weight,
-        target.reshape(-1),
+        replicated(target).reshape(-1),
         linear_bias=linear_bias,
         low_rank=low_rank,
         reduction="none",
@@ -145,9 +146,10 @@ def scaled_layer(
     input: Tensor, bias: Tensor | None, low_rank: tuple[Tensor, Tensor] | None, scale: float
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
     """Returns the same of a whole layer, as rows of one token each."""
+    input = replicated(input)
     tokens = input.shape[:-1].numel()
     rows, bias = scaled(input.reshape(tokens, input.shape[-1]), bias, scale)
     if low_rank is not None:
-        low, low_weight = low_rank
+        low, low_weight = replicated(low_rank[0]), low_rank[1]
         low_rank = scaled(low.reshape(tokens, low.shape[-1]), None, scale)[0], low_weight
     return rows, bias, low_rank

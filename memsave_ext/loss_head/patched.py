@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..remat.recorder import unrecorded
+from ..shared.dtensor import is_dtensor, local_tensor
 from . import lm_heads
 from .function import loss_of
 from .log_probs import mean_logits, scaled_layer
 from .reference import Found
+from .vocabulary import is_sharded, replicated, replicated_like
 
 OUTPUTS = (
     "token_losses",
@@ -243,12 +245,13 @@ class Patched:
             raise self._error(f"gives its head {', '.join(options)} besides hidden states")
         call.hidden, call.layer = hidden, lm_heads.layer_of(call.head, hidden)
         call.of_probe.enter_context(unrecorded())  # later steps have another one
-        classes = self._head.weight.shape[0]
-        if self._form is None and _has_values(hidden):
-            call.probe = _probe(hidden, classes)
+        classes, local = self._head.weight.shape[0], local_tensor(hidden)
+        if self._form is None and _has_values(local):
+            call.probe = _probe(local, classes)
         else:
-            call.probe = hidden.new_zeros(1, 1, classes)
-        return call.probe
+            call.probe = local.new_zeros(1, 1, classes)
+        # A parallelized layer has a hook that expects a DTensor.
+        return replicated_like(hidden, call.probe) if is_dtensor(hidden) else call.probe
 
     def _loss_of(
         self,
@@ -285,6 +288,11 @@ class Patched:
         counted = target != ignore_index
         mean = None
         if "mean_logits" in options.outputs:
+            if is_sharded(weight):
+                raise ValueError(
+                    f"{self._name}: outputs has 'mean_logits', which cannot be computed where the "
+                    "head's weight is sharded over its classes"
+                )
             mean = mean_logits(
                 hidden, weight, linear_bias=bias, low_rank=low_rank, softcap=form.softcap
             )
@@ -326,6 +334,8 @@ class Patched:
         awaited for it. Raises RuntimeError where the loss would be that of other logits."""
         assert call.probe is not None
         call.loss = True
+        if is_dtensor(logits):
+            logits = local_tensor(replicated(logits))
         if logits.shape != call.probe.shape:
             raise self._error("takes a part of its logits, or adds to them, before the loss")
         if logits.requires_grad:

@@ -53,6 +53,7 @@ class Figures:
     """
 
     timed = True  # whether the times in the figures are those of a run
+    reserved: int | None = None  # bytes, where an allocator was simulated
 
     def __init__(self, tracker: Any, device: torch.device, modules: Modules, names: Names) -> None:
         self.device = device

@@ -67,6 +67,8 @@ def _headline(track: Figures, peak: int) -> str:
     when = f"in {track.peak_phase}" if track.peak_phase != "other" else "outside the phases"
     step = f" of step {track.peak_step}" if len(track.steps) > 1 else ""
     now = f"{format_bytes(track.live)} live at the end"
+    if track.reserved is not None:
+        now += f"; the allocator reserves {format_bytes(track.reserved)}"
     if track.most_moved:
         now += f"; at most {format_bytes(track.most_moved)} moved elsewhere"
     return f"Peak {format_bytes(peak)} on {track.device}, {when}{step}; {now}"
@@ -179,7 +181,8 @@ def as_json(
 
     - ``format``: ``"memsave_ext.memory.track"``; ``version``: 1, which changes when a key changes
       its meaning; ``memsave_ext``, ``torch``: versions; ``device``.
-    - ``live``, ``peak``; ``at_peak``: bytes by category, which sum to ``peak``; ``peak_phase``,
+    - ``live``, ``peak``; ``reserved``, null where no allocator was simulated;
+      ``at_peak``: bytes by category, which sum to ``peak``; ``peak_phase``,
       ``peak_step``, ``peak_time``: when the peak was.
     - ``steps``: ``index``, ``seconds`` and ``peak`` of each.
     - ``regions``: ``name``, ``calls``, ``saved_bytes``, ``seconds`` and ``phase`` of each
@@ -206,6 +209,7 @@ def as_json(
         "device": str(track.device),
         "live": track.live,
         "peak": track.peak,
+        "reserved": track.reserved,
         "at_peak": {category: at_peak[category] for category in CATEGORIES},
         "peak_phase": track.peak_phase,
         "peak_step": track.peak_step,

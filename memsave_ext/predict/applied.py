@@ -64,6 +64,7 @@ class Applied:
         budget: int,
         predicted: int | None,
         *,
+        remat_budget: int | None = None,
         others: int = 0,
         spare: int = 0,
         method: str = "forward",
@@ -72,6 +73,7 @@ class Applied:
     ) -> None:
         """
         Args:
+            remat_budget: as of :class:`Fit`.
             others: bytes of the budget, and of the predicted peak, that are other models'.
             spare: bytes that a measured peak may have beside the predicted one, of batches.
             method, place: as of :meth:`Techniques.apply`.
@@ -98,7 +100,7 @@ class Applied:
         self.may_be_less = technique.remat or technique.within_budget
         self._may_be_as_much_as = budget if technique.within_budget else 0
         self._others = others
-        left = max(budget - others, 1)
+        left = max((remat_budget or budget) - others, 1)
         self._undo = ExitStack()
         model.__dict__[_NAME] = self
         technique.apply(model, optimizer, self._undo, left, method=method, place=place, **given)

@@ -65,7 +65,9 @@ class FitsOnDevices:
             for name, rows in columns.items()
         ]
         first = next(iter(self.by_devices.values()))
-        title = f"{first.title()}, by devices; *: in a budget of {format_bytes(self.budget)} each"
+        reserved = any(row.reserved is not None for row in first.rows)
+        what = f"{first.title()}{', as reserved' if reserved else ''}"
+        title = f"{what}, by devices; *: in a budget of {format_bytes(self.budget)} each"
         print_table(title, ["technique", *map(str, self.by_devices)], cells, file)
         print(self.verdict(), file=file)
         for count, reason in self.failed.items():
@@ -97,7 +99,7 @@ def _devices(count: int) -> str:
 def _cell(row: Fit | None) -> str:
     if row is None or row.peak is None:
         return "-"
-    return f"{format_bytes(row.peak)}{' *' if row.fits else ''}"
+    return f"{format_bytes(row.needed or 0)}{' *' if row.fits else ''}"
 
 
 def counts_of(devices: object) -> Sequence[int]:

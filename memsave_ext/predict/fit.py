@@ -220,14 +220,14 @@ def fitted(
     if techniques.changes_forward:
         with torch.inference_mode(False), torch.enable_grad():
             evaluation = evaluation_peak(
-                build, limit, techniques, device=device, method=method, place=place,
-                others=found.others, ranks=ranks, timeout=timeout,
+                build, chosen.remat_budget or limit, techniques, device=device, method=method,
+                place=place, others=found.others, ranks=ranks, timeout=timeout,
             )  # fmt: skip
     with undone_by_errors(model):
         made = apply(
             techniques, model, optimizer, limit, chosen.peak,
-            others=found.others, spare=spare, method=method, place=place,
-            may_be_wrapped=may_be_wrapped, **options,
+            remat_budget=chosen.remat_budget, others=found.others, spare=spare, method=method,
+            place=place, may_be_wrapped=may_be_wrapped, **options,
         )  # fmt: skip
         made.evaluation = evaluation
         made.may_be_less |= is_largest

@@ -34,6 +34,7 @@ from .techniques import ALL, Techniques, place_elsewhere
 
 _NOTHING_TO_CLIP = "the step clips gradients, or looks at them, and a step in backward leaves none"
 _MOST = 1 << 20  # the largest batch that is asked for
+_SMALLER_BUDGETS = 3  # that are tried for a remat
 _HELP = """
 FUNCTION returns a tuple (model, optimizer or None, step), where step, without arguments, makes one
 training step. FUNCTION takes no arguments, or a batch size; then the largest that fits is found.
@@ -63,7 +64,9 @@ def fits(
     CPU, weights and states in files: see :func:`memsave_ext.weights_on`. They are applied to what
     ``build`` made, in fakes alone; see :func:`predict` for how exact the peaks are.
     A row whose step fails has the error as its reason.
-    On CUDA leave room beside the budget for what the context takes and for fragmentation.
+    On CUDA what fits is what the caching allocator reserves, with what fragmentation costs, for
+    which ``remat`` keeps to less where it has to: a simulation of torch's allocator, of one stream,
+    as no card is asked. Leave room beside the budget for what the context and libraries take.
 
     Args:
         build: a function as :func:`predict` takes it; or one of a batch size, of which the largest
@@ -227,7 +230,7 @@ def evaluation_peak(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a row of the search has had them
-                return predictions.peak(predictions.of_evaluation(techniques))
+                return predictions.needed(predictions.of_evaluation(techniques))
         except Exception:  # a model may do anything in eval mode
             return None
 
@@ -263,6 +266,7 @@ class _Predictions:
         self._batch, self._ranks = batch, ranks
         self._waiting = list(order)
         self._running: dict[Techniques, Child[Told]] = {}
+        self._remat_budgets: dict[tuple[Techniques, int | None], int] = {}
         self._at_once = 1
 
     def __enter__(self) -> _Predictions:
@@ -284,10 +288,10 @@ class _Predictions:
         step = self._result(self._running.pop(techniques))
         if techniques.within_budget and self.others > known:  # which it left no room for
             return self.of_batch(techniques, self._batch)
-        return step
+        return self._within(techniques, self._batch, step)
 
     def of_batch(self, techniques: Techniques, size: int | None) -> PredictedStep:
-        return self._result(self._start(techniques, size))
+        return self._within(techniques, size, self._result(self._start(techniques, size)))
 
     def of_evaluation(self, techniques: Techniques) -> PredictedStep:
         """Predicts an evaluation after a step."""
@@ -297,12 +301,42 @@ class _Predictions:
         """Returns a step's peak, with what other models take."""
         return step.peak - step.others + self.others
 
+    def needed(self, step: PredictedStep) -> int:
+        """Returns the same of what has to be within the budget: on CUDA, what is reserved."""
+        most = step.peak if step.reserved is None else step.reserved
+        return most - step.others + self.others
+
+    def remat_budget(self, techniques: Techniques) -> int | None:
+        """Returns a smaller budget for the remat of these techniques, where one was found."""
+        return self._remat_budgets.get((techniques, self._batch))
+
+    def _within(
+        self, techniques: Techniques, size: int | None, step: PredictedStep
+    ) -> PredictedStep:
+        """Returns the step, or one whose remat has a smaller budget, where it keeps to the budget
+        and reserves more than that."""
+        given, tried = self._budget, step
+        for _ in range(_SMALLER_BUDGETS if techniques.within_budget else 0):
+            over = self.needed(tried) - self._budget
+            if over <= 0:
+                return tried
+            given -= max(over, self._budget // 25)
+            if given <= 0 or self.peak(tried) > 1.02 * self._budget:  # its minimum is more
+                break
+            self._remat_budgets[techniques, size] = given
+            tried = self._result(self._start(techniques, size))
+        if self.needed(tried) <= self._budget:
+            return tried
+        self._remat_budgets.pop((techniques, size), None)
+        return step
+
     def _start(
         self, techniques: Techniques, size: int | None, *, evaluates: bool = False
     ) -> Child[Told]:
         made = self._build if size is None else functools.partial(self._build, size)
         uses = made if isinstance(made, FromBatch) else None
-        budget = max(self._budget - self.others, 1)
+        budget = self._remat_budgets.get((techniques, size), self._budget)
+        budget = max(budget - self.others, 1)
         if self._ranks is not None:
             made = self._ranks.before(made)
         made = techniques.applied(made, budget, self._method, self._place)
@@ -337,13 +371,12 @@ def _row(
 ) -> tuple[Fit, _Top]:
     try:
         step = predictions.first(techniques)
-        peak = predictions.peak(step)
-        largest = None
+        peak, needed, largest = predictions.peak(step), predictions.needed(step), None
         if batch is not None:
             straight = not techniques.within_budget
             largest = _largest(
-                lambda size: predictions.peak(predictions.of_batch(techniques, size)),
-                budget, batch, peak, straight,
+                lambda size: predictions.needed(predictions.of_batch(techniques, size)),
+                budget, batch, needed, straight,
             )  # fmt: skip
     except Exception as error:  # the user's step may raise anything once something is changed
         if techniques == ALL[0]:
@@ -352,8 +385,10 @@ def _row(
             return Fit(techniques.name, techniques.cost, reason=_NOTHING_TO_CLIP), _Top([], [])
         return Fit(techniques.name, techniques.cost, reason=_reason(error)), _Top([], [])
     row = Fit(
-        techniques.name, techniques.cost, peak, step.at_peak, peak <= budget, largest,
+        techniques.name, techniques.cost, peak, step.at_peak, needed <= budget, largest,
         moved=step.most_moved or None, bus_seconds=step.bus_seconds or None,
+        reserved=None if step.reserved is None else needed,
+        remat_budget=predictions.remat_budget(techniques),
     )  # fmt: skip
     return row, _Top(step.top(3), step.remedies())
 

@@ -36,13 +36,17 @@ class Fit:
         cost: what they cost.
         peak: predicted bytes; None where they do not apply.
         at_peak: the peak by category.
-        fits: whether the peak is within the budget.
+        fits: whether the peak, on CUDA what is reserved, is within the budget.
         largest_batch: the largest batch that fits, 0 for none; None where ``build`` takes no batch
             or they do not apply.
         reason: why they do not apply, else ``""``.
         moved: the most bytes that lie elsewhere at a time, in the place ``offload``; not in the
             peak. None where they do not apply or nothing is moved.
         bus_seconds: about how long a step's copies there and back take, beside its arithmetic.
+        reserved: bytes that CUDA's caching allocator reserves, as :attr:`PredictedStep.reserved`;
+            None on a CPU, and where they do not apply.
+        remat_budget: the bytes that ``remat`` has to keep to, of allocated memory, for what is
+            reserved to be within the budget; None where that is the budget.
     """
 
     name: str
@@ -54,6 +58,13 @@ class Fit:
     reason: str = ""
     moved: int | None = None
     bus_seconds: float | None = None
+    reserved: int | None = None
+    remat_budget: int | None = None
+
+    @property
+    def needed(self) -> int | None:
+        """What has to be within the budget."""
+        return self.peak if self.reserved is None else self.reserved
 
 
 @dataclass(frozen=True)
@@ -103,10 +114,16 @@ class Fits:
 
     def _write(self, file: TextIO) -> None:
         moves = any(row.moved for row in self.rows)
+        reserves = any(row.reserved is not None for row in self.rows)
         cells = [
             (
                 row.name,
                 "-" if row.peak is None else format_bytes(row.peak),
+                *(
+                    []
+                    if not reserves
+                    else ["-" if row.reserved is None else format_bytes(row.reserved)]
+                ),
                 "yes" if row.fits else "no" if row.peak is not None else "-",
                 "-" if row.largest_batch is None else row.largest_batch,
                 *_moved(row, moves),
@@ -115,7 +132,8 @@ class Fits:
             for row in self.rows
         ]
         more = ["moved", "copies take"] if moves else []
-        columns = ["technique", "peak", "fits", "largest batch", *more, "cost"]
+        reserved = ["reserved"] if reserves else []
+        columns = ["technique", "peak", *reserved, "fits", "largest batch", *more, "cost"]
         title = f"{self.title()}, in a budget of {format_bytes(self.budget)}"
         print_table(title, columns, cells, file)
         print(self.verdict(), file=file)
@@ -143,8 +161,11 @@ class Fits:
         tensors = [
             f"{t.name or t.module or t.category} {format_bytes(t.bytes)}" for t in self.largest
         ]
+        lowest_peak = format_bytes(least.peak)
+        if least.reserved is not None:
+            lowest_peak += f", for which {format_bytes(least.reserved)} are reserved"
         return (
-            f"Nothing fits. The lowest peak is {format_bytes(least.peak)}, with {least.name}: "
+            f"Nothing fits. The lowest peak is {lowest_peak}, with {least.name}: "
             f"{', '.join(parts)}. Its largest tensors: {', '.join(tensors)}."
         )
 
@@ -208,16 +229,16 @@ class Fits:
             "max_grad_norm": max_grad_norm,
             "grad_scaler": grad_scaler,
         }
-        peak = None if row is None else row.peak
+        peak, remat_budget = (None, None) if row is None else (row.peak, row.remat_budget)
         return apply(
-            chosen, model, optimizer, self.budget, peak,
+            chosen, model, optimizer, self.budget, peak, remat_budget=remat_budget,
             others=self.others, place=self.offload, **options,
         )  # fmt: skip
 
     def sentence(self, who: str) -> str:
         """Returns what an error of ``who`` says where nothing fits."""
         tried = (row for row in self.rows if row.peak is not None)
-        names = ", ".join(f"{row.name} ({format_bytes(row.peak or 0)})" for row in tried)
+        names = ", ".join(f"{row.name} ({format_bytes(row.needed or 0)})" for row in tried)
         return " ".join(
             [
                 f"{who}: {self.verdict()} Budget: {format_bytes(self.budget)}. Tried: {names}.",
@@ -233,8 +254,9 @@ class Fits:
 
 
 def lowest(rows: list[Fit]) -> Fit:
-    """Returns the row with the lowest peak."""
-    return min((row for row in rows if row.peak is not None), key=lambda row: row.peak or 0)
+    """Returns the row that needs least."""
+    tried = (row for row in rows if row.peak is not None)
+    return min(tried, key=lambda row: (row.needed or 0, row.peak or 0))
 
 
 def _moved(row: Fit, moves: bool) -> tuple[str, ...]:

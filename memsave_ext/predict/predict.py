@@ -4,6 +4,7 @@ child process."""
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from ..memory.reported import Reported
 from ..shared.device_memory import ask_for_child
 from ..shared.modules import Layer, Modules
 from ..shared.progress import Progress
+from ..shared.table import format_bytes
 from .batch import FromBatch, from_batch
 from .distributed import built_alone, refuse_distributed
 from .ranks import Ranks, Shard, is_wrapped, ranks_of, ranks_there
@@ -30,6 +32,7 @@ from .tracker import FakeTracker
 
 SECONDS = 60.0  # that a prediction may take, and for each parameter
 _SECONDS_PER_PARAMETER = 0.15
+_EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 class Told(NamedTuple):
@@ -40,10 +43,18 @@ class Told(NamedTuple):
     peak: int
     bus_seconds: float
     others: int
+    reserved: tuple[int, ...]  # by default, and with expandable segments; none of a CPU
     names: list[str]  # of tensors
     modules: list[str]
     layers: list[Layer]
     learned: Learned
+
+
+def _segments_expand() -> bool:
+    """Whether this process's environment asks for expandable segments."""
+    name, _, setting = _EXPANDABLE.partition("=")
+    given = os.environ.get(name) or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    return setting.lower() in given.lower().replace(" ", "")
 
 
 class _Recorded:
@@ -66,6 +77,11 @@ class PredictedStep(Reported):
             run beside the step's arithmetic.
         others: bytes of the peak that are other models': of what the step reads that is neither
             the model's nor the optimizer's and lived before, as a teacher's parameters.
+        reserved: the most bytes that CUDA's caching allocator reserves from the first step on, in
+            segments that it has from the driver, as ``nvidia-smi`` shows them beside the context's;
+            with expandable segments where ``PYTORCH_ALLOC_CONF`` asks for them here. Of steps of
+            ``remat`` those that have a plan count. None of a CPU.
+        reserved_expandable: the same with expandable segments.
     """
 
     timed = False
@@ -76,6 +92,21 @@ class PredictedStep(Reported):
         names.texts = told.names
         super().__init__(_Recorded(told), device, modules, names)
         self.bus_seconds, self.others = told.bus_seconds, told.others
+        self.reserved_expandable: int | None = None
+        if told.reserved:
+            default, self.reserved_expandable = told.reserved
+            self.reserved = self.reserved_expandable if _segments_expand() else default
+
+    def remedies(self) -> list[str]:
+        """Returns those of a track, and how not to reserve what fragmentation costs where that is
+        more than a twentieth."""
+        found, reserved, less = super().remedies(), self.reserved, self.reserved_expandable
+        if reserved and less and reserved > 1.05 * less:
+            found.append(
+                f"The allocator reserves {format_bytes(reserved)}, as freed memory lies in pieces; "
+                f"with {_EXPANDABLE} in the environment it reserves {format_bytes(less)}."
+            )
+        return found
 
 
 def predict(
@@ -143,7 +174,7 @@ def predict(
         timeout: the most seconds that it may take; None: 60, and 0.15 for each parameter.
 
     The workspaces of kernels are added where they are known: of convolutions, attention and LSTMs
-    on the CPU. cuBLAS's and cuDNN's, fragmentation, and what a CUDA context holds are not. Values
+    on the CPU. cuBLAS's and cuDNN's, and what a CUDA context holds, are not. Values
     that Python reads from tensors are all 1, but for those of small tensors that are known, such
     as ``torch.arange(4)``, and what was filled with a number. Tests and comparisons follow from
     these: nothing is NaN. L-BFGS makes all its iterations, with a full history. What is compiled
@@ -270,6 +301,7 @@ def _told(
         if device.type == "cuda":
             step_as_on_cuda(made)
         note("first step")
+        tracker.reserve()
         for _ in range(_first_steps(made)):
             step()
         if ranks is not None:
@@ -278,6 +310,7 @@ def _told(
             # Where the first step makes states in its backward, it is not known to the byte which
             # of its moments they were there in. Later steps follow plans of one that had them.
             step()
+            tracker.reserve()  # where remat runs ahead, no step was without a plan
         note("the step")
         modules, names = Modules(model), Names()
         others = [*others, *_of_other_models(tracker.storages.reached.values())]
@@ -286,7 +319,7 @@ def _told(
         bus_seconds = tracker.follow(model, made, modules, names, instead or step, others)
     record = tracker.record()
     more = modules.names, modules.layers, tracker.storages.repeats.learned()
-    of_step = tracker.live, tracker.peak, bus_seconds, tracker.others
+    of_step = tracker.live, tracker.peak, bus_seconds, tracker.others, tracker.reserved
     return Told(record, *of_step, names.texts, *more)
 
 

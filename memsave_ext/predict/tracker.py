@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from .. import _parts
 from ..checkpoint.fallback import surroundings
+from ..fakes.caching import CachingAllocator
 from ..fakes.mode import fake_of
 from ..fakes.storages import Storages
 from ..memory.events import (
@@ -62,6 +63,21 @@ class FakeTracker(Tracker):
             fake_of, self._moves, self._counts_all
         )
         self.storages = Storages(self._allocated, self._freed, self._ran, device)
+        self._allocators: tuple[CachingAllocator, ...] = ()
+
+    def reserve(self) -> None:
+        """Follows what CUDA's caching allocator reserves, from now on. What lives lies in the order
+        in which it was made: what building has freed may have been on another device."""
+        if self._counts_all:
+            self._allocators = CachingAllocator(False), CachingAllocator(True)
+            for allocator in self._allocators:
+                for number, size in self.storages.living():
+                    allocator.allocated(number, size)
+
+    @property
+    def reserved(self) -> tuple[int, ...]:
+        """The most bytes reserved: by default, and with expandable segments; none of a CPU."""
+        return tuple(allocator.reserved for allocator in self._allocators)
 
     def plans(self) -> bool:
         """Whether blocks of remat plan the steps to come by one that has been."""
@@ -130,12 +146,16 @@ class FakeTracker(Tracker):
     def _allocated(self, number: int, size: int) -> None:
         if self._remat:
             self._remat.allocated(number, size)
+        for allocator in self._allocators:
+            allocator.allocated(number, size)
         if self._running:
             self._note(ALLOCATED, number, size)
 
     def _freed(self, number: int) -> None:
         if self._remat:
             self._remat.freed(number)
+        for allocator in self._allocators:
+            allocator.freed(number)
         if self._running:
             self._note(FREED, number)
 

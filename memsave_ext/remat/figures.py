@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from ..shared.table import format_bytes, format_seconds, print_table
 
 DROPPED, INPUT, MOVED = "dropped", "from outside of the block", "moved"
+NOT_AGAIN = "not recomputable"
 PLANNED = (
     "This step follows a plan for its shapes, as each step of these shapes from the third on does: "
     "it drops only what saves at least 4 % of the activations at the peak for each percent of the "
@@ -18,7 +19,7 @@ PLANNED = (
 VERDICTS = (
     DROPPED,
     INPUT,
-    "not recomputable",
+    NOT_AGAIN,
     "too expensive (matmul, convolution)",
     "would gain too little",
     "the budget has room for it",
@@ -124,6 +125,12 @@ def write_report(figures: RematFigures, top: int, text: TextIO) -> None:
     reasons = _reasons(saved)
     if reasons:
         print_table("Why it is kept", ["reason", "operator", "memory"], reasons[:top], text)
+    if any(row.verdict == NOT_AGAIN and not row.operator for row in saved):
+        print(
+            "-: no operator was seen to make it, as inside of DTensors (tensor parallelism), whose "
+            "results are kept",
+            file=text,
+        )
     if saved and not any(row.module for row in figures.saved):
         print(
             "To see modules, pass the model: remat(model), or remat_module(model, by_module=True)",
