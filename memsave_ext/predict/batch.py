@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -92,21 +92,14 @@ class FromBatch:
         with self._autocast.left():
             for number in range(1, self._micro_batches + 1):
                 is_last = number == self._micro_batches
-                with nullcontext() if is_last else self._before_the_last(optimizer):
+                # A loop may ask for a prediction where it is about to reduce nothing.
+                _reduce(self._model, is_last, self._reduces_once)
+                with nullcontext() if is_last else _accumulating(optimizer):
                     self._started(self._loss(), number).backward()
             if optimizer is not None:
                 optimizer.step()
             if not self._keeps_gradients:
                 self._model.zero_grad()
-
-    @contextmanager
-    def _before_the_last(self, optimizer: Any) -> Iterator[None]:
-        with ExitStack() as stack:
-            if isinstance(optimizer, InBackward) and optimizer.in_backward:
-                stack.enter_context(optimizer.accumulate())
-            if self._reduces_once:
-                stack.enter_context(_not_reducing(self._model))
-            yield
 
     def evaluate(self) -> None:
         """Calls the model in eval mode, without gradients."""
@@ -148,8 +141,8 @@ def from_batch(
         forward: stands for calls of the model and of ``loss``; what it is given may be anything.
         keeps_gradients: whether those of a step are there until the next one's first backward, and
             not freed before its forward.
-        reduces_once: whether the processes of a wrapped model reduce gradients in the last of these
-            backwards alone.
+        reduces_once: whether FSDP2 reduces gradients in the last of these backwards alone, as
+            DistributedDataParallel does.
 
     Raises:
         TypeError: ``optimizer`` is no optimizer; ``batch`` is missing, or none; ``loss`` is no
@@ -270,18 +263,23 @@ def _plain(batch: Any) -> Any:
     return batch if is_plain else dict(batch)
 
 
-@contextmanager
-def _not_reducing(model: Any) -> Iterator[None]:
-    """Has a wrapped model keep the gradients of backwards inside, whole, in each process."""
+def _accumulating(optimizer: Any) -> AbstractContextManager[None]:
+    if isinstance(optimizer, InBackward) and optimizer.in_backward:
+        return optimizer.accumulate()
+    return nullcontext()
+
+
+def _reduce(model: Any, is_last: bool, once: bool) -> None:
+    """Has a wrapped model reduce the gradients of the next backward, or keep them in each process.
+
+    Args:
+        is_last: whether it is the last backward of its step.
+        once: whether FSDP2's gradients are reduced there alone; they are whole until then.
+    """
     if isinstance(model, DistributedDataParallel):
-        with model.no_sync():
-            yield
+        model.require_backward_grad_sync = is_last
     elif hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
-    else:
-        yield
+        model.set_requires_gradient_sync(is_last or not once)
 
 
 def _remade(optimizer: Any) -> Optimizer:
