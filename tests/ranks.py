@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.tensor import DTensor
-
 from libraries import library
+from torch.distributed.tensor import DTensor
 
 IMPORTS = ["memsave_ext", "torch._dynamo", "torch.distributed.fsdp"]
 
