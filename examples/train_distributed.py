@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/train_distributed.py --engine ddp
     torchrun --nproc-per-node 2 examples/train_distributed.py --engine fsdp2
-    torchrun --nproc-per-node 2 examples/train_distributed.py --engine fsdp2 --budget 5MB 6MB
+    torchrun --nproc-per-node 2 examples/train_distributed.py --engine fsdp2 --budget 2.5MB 3MB
 
 Blocks are checkpointed, BatchNorm's statistics are those of all processes, and AdamW is stepped in
 backward. With --budget, of all processes or of each one, torch's AdamW trains the model, and what

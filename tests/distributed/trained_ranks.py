@@ -289,7 +289,8 @@ def lightning_run(kind, fit=None, resume=None, save=None, technique=None, **opti
     x = torch.randn(320, 16, generator=torch.Generator().manual_seed(1))
     loader = torch.utils.data.DataLoader(x, batch_size=32)
     with told() as said:
-        trainer.fit(net, loader, loader if "val_check_interval" in options else None, resume)
+        validating = loader if "val_check_interval" in options else None
+        trainer.fit(net, loader, validating, ckpt_path=resume)
         if save is not None:
             trainer.save_checkpoint(save)
     found = SimpleNamespace(losses=net.losses, said=said, weights=whole(net.parameters()))
