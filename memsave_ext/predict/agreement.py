@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -137,6 +138,7 @@ class Meeting:
 def together(who: str, model: Any) -> Iterator[Meeting | None]:
     """Tells the processes that a model is wrapped for what one of them raises inside; see
     :func:`meeting_of`."""
+    _reshard(model)
     meeting = meeting_of(who, model)
     with nullcontext() if meeting is None else meeting.errors_told():
         yield meeting
@@ -171,6 +173,14 @@ def meeting_of(who: str, model: Any) -> Meeting | None:
     everyone = list(range(dist.get_world_size()))
     store = distributed_c10d._get_default_store()
     return Meeting(who, store, dist.get_rank(), ranks or everyone)
+
+
+def _reshard(model: Any) -> None:
+    """Has FSDP2 let go of what an evaluation has gathered and left in the place of shards."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules() if fsdp and isinstance(model, nn.Module) else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def _ranks_of(model: nn.Module) -> list[int] | None:
