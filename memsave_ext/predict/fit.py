@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -181,7 +182,8 @@ def fitted(
         device = torch.device("cpu") if parameter is None else parameter.device
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"fit: model must be on the CPU or a CUDA device, got one on {device}")
-        if not model.training:
+        # Lightning puts what is inside of DistributedDataParallel alone into train mode again.
+        if not (model.module if isinstance(model, DistributedDataParallel) else model).training:
             warnings.warn(
                 f"memsave_ext: fit: this {type(model).__name__} is in eval mode, and the step is "
                 "predicted in eval mode, too: call model.train() first",
