@@ -13,6 +13,9 @@ import torch.distributed as dist
 from fitted_ranks import KINDS, RUNS, WRONG
 from ranks import run_ranks
 from sharded_steps import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memsave_ext as ms
 from memsave_ext.predict.agreement import Meeting, agreed, check_same
@@ -132,7 +135,9 @@ def test_they_agree_on_the_cheapest_that_fits_everywhere(seed, store):
             assert all(isinstance(one, torch.OutOfMemoryError) for one in taken)
         else:
             assert taken == [expected] * world
-    assert len([key for key in store.list_keys() if "calls" not in key]) <= world + 1
+    # What was told is not kept, but for the last; nor are errors cleared away.
+    if expected is not None and hasattr(store, "list_keys"):
+        assert len([key for key in store.list_keys() if "calls" not in key]) == 1
 
 
 @pytest.mark.once
@@ -209,3 +214,25 @@ def test_budgets_may_differ_and_it_is_said(results):
     assert of_ranks == same and [budget for _, budget in of_ranks.values()] == [10**9, 10**8]
     assert "fit: rank 1 has the least left: predicted peak" in said and "95.4 MiB" in said
     assert nothing == ""
+
+
+def test_processes_that_are_not_there():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    model = fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    given = {"batch": torch.ones(1, 4), "loss": torch.sum, "budget": "1GB"}
+    try:
+        with pytest.raises(ValueError, match="fit: the other processes of torch's fake process gr"):
+            ms.fit(model, None, **given)
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(ValueError, match="fit: the model is wrapped for several processes, and th"):
+        ms.fit(model, None, **given)
+    with pytest.raises(TypeError, match="fit: model must be a torch.nn.Module, got list"):
+        ms.fit([], None, **given)
+
+
+@pytest.mark.parametrize("kind", ["DeepSpeedEngine", "FullyShardedDataParallel"])
+def test_what_shards_in_other_ways_is_refused(kind):
+    model = type(kind, (torch.nn.Sequential,), {})(torch.nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"fit: .*(FSDP2 instead|FSDP1, which is not supported)"):
+        ms.fit(model, None, torch.ones(1, 4), budget="1GB", loss=torch.sum)
