@@ -2,13 +2,15 @@
 
     torchrun --nproc-per-node 2 examples/train_distributed.py --engine ddp
     torchrun --nproc-per-node 2 examples/train_distributed.py --engine fsdp2
+    torchrun --nproc-per-node 2 examples/train_distributed.py --engine fsdp2 --budget 2.5MB 3MB
 
 Blocks are checkpointed, BatchNorm's statistics are those of all processes, and AdamW is stepped in
-backward. A checkpoint is written after every epoch; a run that finds one goes on from there, also
-with another number of processes. With --max-restarts 3, torchrun starts all processes again when
-one dies; it needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment for that, or they may
-look for each other at the addresses of those before (pytorch#135712). Data: scikit-learn's digits,
-nothing is downloaded.
+backward. With --budget, of all processes or of each one, torch's AdamW trains the model, and what
+is changed is the cheapest that makes a step fit in every process. A checkpoint is written after
+every epoch; a run that finds one goes on from there, also with another number of processes. With
+--max-restarts 3, torchrun starts all processes again when one dies; it needs
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment for that, or they may look for each other at
+the addresses of those before (pytorch#135712). Data: scikit-learn's digits, nothing is downloaded.
 """
 
 import argparse
@@ -68,29 +70,37 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
 
 
-def prepare(engine: str, device: torch.device) -> tuple[nn.Module, ms.AdamW]:
+def prepare(
+    engine: str, device: torch.device, by_hand: bool
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model on all devices, and its optimizer."""
     torch.manual_seed(0)  # the same weights everywhere
     model = ms.convert_batch_norm(network(), sync=True).to(device)
+    model = wrap(engine, device, model)
+    if not by_hand:
+        return model, torch.optim.AdamW(model.parameters(), lr=5e-3)
     ms.checkpoint_modules(model, Block)
+    optimizer = ms.AdamW(model.parameters(), lr=5e-3, in_backward=True)
     if engine == "ddp":
-        ddp = DistributedDataParallel(model)
-        optimizer = ms.AdamW(ddp.parameters(), lr=5e-3, in_backward=True)
-        optimizer.attach(ddp)  # FSDP2 needs nothing of the kind
-        return ddp, optimizer
+        optimizer.attach(model)  # FSDP2 needs nothing of the kind
+    return model, optimizer
+
+
+def wrap(engine: str, device: torch.device, model: nn.Module) -> nn.Module:
+    if engine == "ddp":
+        return DistributedDataParallel(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in filter(lambda module: isinstance(module, Block), model):
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model, ms.AdamW(model.parameters(), lr=5e-3, in_backward=True)
+    return fully_shard(model, mesh=mesh)
 
 
 class Training:
     """What a checkpoint is of. Its folder must be one that all machines see."""
 
-    def __init__(self, engine: str, folder: Path, device: torch.device) -> None:
+    def __init__(self, engine: str, folder: Path, device: torch.device, by_hand: bool) -> None:
         self.engine, self.device = engine, device
-        self.model, self.optimizer = prepare(engine, device)
+        self.model, self.optimizer = prepare(engine, device, by_hand)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.9)
         self.epoch = 0  # epochs done
         self.folder = folder / engine
@@ -133,6 +143,18 @@ class Training:
             )
         self.scheduler.load_state_dict(state["scheduler"])
         self.epoch = state["epoch"]
+
+    def fit(self, batch: tuple[Tensor, Tensor], budget: str) -> None:
+        """Make steps with such a batch fit into a budget, that of this process."""
+        x, y = (t.to(self.device) for t in batch)
+        self.model.train()
+        ms.fit(
+            self.model,
+            self.optimizer,
+            x,
+            budget=budget,
+            loss=lambda output: nn.functional.cross_entropy(output, y),
+        )
 
     def _state(self) -> dict[str, Any]:
         if self.engine == "ddp":
@@ -180,6 +202,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=96, help="of all processes together")
     folder = Path(__file__).resolve().parent / "checkpoints"
     parser.add_argument("--checkpoint", type=Path, default=folder, metavar="DIR")
+    help_of_budget = "bytes of a step, as 5MB: of all processes, or one for each"
+    parser.add_argument("--budget", nargs="+", help=help_of_budget)
     parser.add_argument("--fail-at", type=int, metavar="EPOCH", help="kill a process there, once")
     return parser.parse_args()
 
@@ -203,8 +227,10 @@ def main() -> None:
     batches = DataLoader(train, args.batch_size // world, sampler=sampler, drop_last=True)
     memory = ms.memory.track()  # of the CPU
     with memory:
-        training = Training(args.engine, args.checkpoint, device)
+        training = Training(args.engine, args.checkpoint, device, by_hand=args.budget is None)
         training.resume()
+        if args.budget is not None:
+            training.fit(next(iter(batches)), args.budget[rank % len(args.budget)])
     begin = training.epoch
     if rank == 0:
         print(f"{args.engine}, {world} processes: from epoch {begin + 1}", flush=True)

@@ -17,26 +17,40 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from libraries import library
 from torch.distributed.tensor import DTensor
 
 IMPORTS = ["memsave_ext", "torch._dynamo", "torch.distributed.fsdp"]
 
 
-def run_ranks(world, functions, backend="gloo"):
+def run_ranks(world, functions, backend="gloo", libraries=()):
     """{function's name: [what it returned on each rank]}; what one raises is returned as text.
 
     Functions, a list or a dict by name, are called in order, on all ranks, and must be importable.
+    Libraries, which take many seconds, are imported once for all ranks.
     """
     if not isinstance(functions, dict):
         functions = {function.__name__: function for function in functions}
     multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTS)
     with tempfile.TemporaryDirectory() as folder:
         arguments = world, folder, dict(os.environ), functions, backend
-        mp.start_processes(_rank, arguments, nprocs=world, start_method="forkserver")
+        if libraries:
+            context = multiprocessing.get_context("forkserver")
+            origin = context.Process(target=_origin, args=(libraries, arguments))
+            origin.start()
+            origin.join()
+        else:
+            mp.start_processes(_rank, arguments, nprocs=world, start_method="forkserver")
         ranks = [
             torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)
         ]
     return {name: [results[name] for results in ranks] for name in ranks[0]}
+
+
+def _origin(names, arguments):
+    for name in names:
+        library(name)
+    mp.start_processes(_rank, arguments, nprocs=arguments[0], start_method="fork")
 
 
 def _rank(rank, world, folder, environment, functions, backend):

@@ -466,8 +466,11 @@ std::shared_ptr<Backward> Backwards::begin(Collector& collector) {
     by_task_.emplace_back(graph_task, backward);
   }
   // The callback has the only lasting reference: where the graph task fails, the backward is
-  // destroyed unfinished.
-  torch::autograd::Engine::get_default_engine().queue_callback([backward] { backward->finish(); });
+  // destroyed unfinished. It runs after callbacks that others queue in the backward: each root of
+  // FSDP2's reduces its last gradients in one.
+  auto& engine = torch::autograd::Engine::get_default_engine();
+  engine.queue_callback(
+      [backward, &engine] { engine.queue_callback([backward] { backward->finish(); }); });
   return backward;
 }
 

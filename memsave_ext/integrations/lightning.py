@@ -9,10 +9,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ..predict.applied import Applied, applied_to
+from ..predict.agreement import Meeting, together
+from ..predict.applied import NOT_DEEPSPEED, Applied, applied_to
 from ..predict.batch import LargerBatches, on_device_of
 from ..predict.fit import check_request, fitted
+from ..predict.ranks import is_wrapped
 from ..predict.techniques import technique_of
 
 # Both are Lightning, and have classes of their own.
@@ -39,6 +42,10 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
     optimizer has them. What ``training_step()`` logs while it is predicted goes nowhere. When
     ``fit()`` ends, or raises, nothing steps in backward any more.
 
+    With several processes it is the same line, by the strategies ``"ddp"`` and
+    ``ModelParallelStrategy``, with which ``configure_model()`` shards by FSDP2: all processes take
+    one technique, and the first alone prints and warns.
+
     Args:
         budget, technique, others, verbose, means: as of :func:`memsave_ext.fit`.
         largest: the largest batch of the training, as ``training_step()`` gets it; the step is
@@ -54,8 +61,8 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
 
     Raises:
         TypeError, ValueError: ``budget`` or ``technique`` is not as said there.
-        ValueError: at the first step: several processes train the model; it has several optimizers,
-            or optimizes by itself; and as :func:`memsave_ext.fit`.
+        ValueError: at the first step: several processes train the model by another strategy; it
+            has several optimizers, or optimizes by itself; and as :func:`memsave_ext.fit`.
         torch.OutOfMemoryError: at the first step: nothing fits.
     """
 
@@ -98,27 +105,34 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
             return
         if before is not None:
             before.undo()  # lr_find has trained with another optimizer
+        with together("Fit", trainer.strategy.model) as meeting:
+            self._fit(trainer, pl_module, batch, batch_idx, meeting)
+
+    def _fit(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, meeting: Meeting | None
+    ) -> None:
         optimizer = _the_optimizer(trainer, pl_module)
+        trained = trainer.strategy.model  # the module, or DistributedDataParallel around it
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         own = type(pl_module).configure_gradient_clipping
         is_own = own is not _pytorch.LightningModule.configure_gradient_clipping
         clips = bool(trainer.gradient_clip_val) or is_own
         each = clips and not is_own and self._clip_each and by_norm
 
-        def loss(net: Any, batch: Any) -> Tensor:
+        def loss(model: Any, batch: Any) -> Tensor:
+            net = model.module if isinstance(model, DistributedDataParallel) else model
             net.__dict__.update(_trainer=trainer, log=_nothing, log_dict=_nothing)
             with trainer.precision_plugin.train_step_context():
-                return _loss_of(net, batch, batch_idx)
+                return _loss_of(trainer, model, net, batch, batch_idx)
 
         is_largest = self._largest is not None
         predicted = on_device_of(pl_module, self._largest) if is_largest else batch
-        self._larger = LargerBatches(predicted)
-        self._larger.look(batch)
         self.fitted = fitted(
-            pl_module,
+            trained,
             optimizer,
             predicted,
             self._budget,
+            meeting,
             is_largest=is_largest,
             refused=_CLIPS if clips and not each else "",
             micro_batches=trainer.accumulate_grad_batches,
@@ -132,6 +146,9 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
             },
             **self._options,
         )
+        self._larger = LargerBatches(predicted) if self.fitted.warns else None
+        if self._larger is not None:
+            self._larger.look(batch)
         if each and self.fitted.steps_in_backward:
             self._clip_val, trainer.gradient_clip_val = trainer.gradient_clip_val, None
 
@@ -146,10 +163,14 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
 
 
 def _the_optimizer(trainer: Any, pl_module: Any) -> Any:
-    if trainer.world_size > 1:
+    if trainer.world_size > 1 and not is_wrapped(trainer.strategy.model):
+        strategy = type(trainer.strategy).__name__
+        if "DeepSpeed" in strategy:
+            raise ValueError(f"Fit: {NOT_DEEPSPEED}. FSDP2 is ModelParallelStrategy")
         raise ValueError(
-            f"Fit: the Trainer uses {trainer.world_size} processes, and Fit can predict the steps "
-            "of only one. Use devices=1"
+            f"Fit: {trainer.world_size} processes train the module by {strategy}, and it is not "
+            "in DistributedDataParallel, nor sharded by FSDP2. Use strategy='ddp', or "
+            "ModelParallelStrategy with a configure_model() that calls fully_shard()"
         )
     if not pl_module.automatic_optimization:
         raise ValueError(
@@ -163,9 +184,14 @@ def _the_optimizer(trainer: Any, pl_module: Any) -> Any:
     return real[0]
 
 
-def _loss_of(net: Any, batch: Any, batch_idx: int) -> Tensor:
+def _loss_of(trainer: Any, model: Any, net: Any, batch: Any, batch_idx: int) -> Tensor:
     names = inspect.signature(net.training_step).parameters
-    output = net.training_step(batch, batch_idx) if len(names) > 1 else net.training_step(batch)
+    arguments = (batch, batch_idx) if len(names) > 1 else (batch,)
+    if model is net:
+        output = net.training_step(*arguments)
+    else:
+        redirect = trainer.strategy._forward_redirection
+        output = redirect(model, net, "training_step", *arguments)
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise ValueError(

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.models import ForwardInPlace
-from ..predict.applied import Applied, applied_to, check
+from ..predict.agreement import together
+from ..predict.applied import NOT_DEEPSPEED, Applied, applied_to, check
 from ..predict.batch import Call, LargerBatches, check_batch, on_device_of
 from ..predict.fit import check_request, fitted
+from ..predict.ranks import is_wrapped
 from ..predict.techniques import technique_of
 
 _transformers: Any = importlib.import_module("transformers")
@@ -43,6 +45,9 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
     checkpoints have states as torch's optimizer has them. Once ``train()`` has ended, or raised, a
     backward steps nothing any more.
 
+    Under ``accelerate launch`` or ``torchrun`` it is the same line, with DistributedDataParallel
+    and with FSDP2: all processes take one technique, and the first alone prints and warns.
+
     Args:
         budget: as of :func:`memsave_ext.fit`.
         loss: as of :func:`memsave_ext.fit`; needed where the Trainer computes the loss itself, as
@@ -64,8 +69,8 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
 
     Raises:
         TypeError, ValueError: ``budget`` or ``technique`` is not as said there.
-        ValueError: when the training begins: several processes or devices train the model, or it is
-            compiled. At the first step: as :func:`memsave_ext.fit`.
+        ValueError: when the training begins: one process has several devices, the model is
+            compiled, or in DeepSpeed or FSDP1. At the first step: as :func:`memsave_ext.fit`.
         torch.OutOfMemoryError: at the first step: nothing fits.
     """
 
@@ -93,6 +98,7 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         self._clip_each = clip_each
         self._training: _Training | None = None  # that goes on, or has raised
         self._watch: Any = None  # a hook on the model
+        self._trained: nn.Module | None = None  # what the Trainer calls: a wrapper, or the model
 
     def on_train_begin(
         self,
@@ -107,9 +113,11 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         # Where an earlier training raised.
         self._stop_watching()
         _give_clipping_back(args)
-        _FirstCall.remove(model)
         self._training = _Training.of(self)
-        before = applied_to(model)
+        trained = model if self._training is None else self._training.model()
+        self._trained = trained
+        _FirstCall.remove(trained)
+        before = applied_to(trained) or applied_to(model)
         if before is not None and before is self.fitted and before.optimizer is optimizer.optimizer:
             self.fitted.go_on()  # another train() of the same Trainer
             self._take_clipping(args)
@@ -117,38 +125,47 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         if before is not None:
             before.undo()
         _refuse_forward(model)
-        check("Fit", model, optimizer)
+        check("Fit", trained, optimizer, may_be_wrapped=True)
+        if args.world_size > 1 and not is_wrapped(trained):
+            raise ValueError(
+                f"Fit: {args.world_size} processes train the model, which is neither in "
+                "DistributedDataParallel nor sharded by FSDP2: Fit knows no other way to"
+            )
         gradients = _state.GradientState()
         clips = bool(args.max_grad_norm and args.max_grad_norm > 0)
 
         def at_first_call(call: Call) -> None:
             if self._is_over():
                 return
-            largest = self._largest
-            if largest is not None:
-                largest = on_device_of(model, largest)
-            self.fitted = fitted(
-                model,
-                optimizer,
-                call if largest is None else largest,
-                self._budget,
-                is_largest=largest is not None,
-                refused=_CLIPS if clips and not self._clip_each else "",
-                micro_batches=args.gradient_accumulation_steps,
-                options={
-                    "accumulate_when": lambda: not gradients.sync_gradients or self._is_over(),
-                    "max_grad_norm": args.max_grad_norm if clips else None,
-                },
-                **self._options,
-            )
+            with together("Fit", trained) as meeting:
+                largest = self._largest
+                if largest is not None:
+                    largest = on_device_of(trained, largest)
+                self.fitted = fitted(
+                    trained,
+                    optimizer,
+                    call if largest is None else largest,
+                    self._budget,
+                    meeting,
+                    is_largest=largest is not None,
+                    refused=_CLIPS if clips and not self._clip_each else "",
+                    micro_batches=args.gradient_accumulation_steps,
+                    options={
+                        "accumulate_when": lambda: not gradients.sync_gradients or self._is_over(),
+                        "max_grad_norm": args.max_grad_norm if clips else None,
+                    },
+                    **self._options,
+                )
             self._take_clipping(args)
-            self._watch_batches(model, call if largest is None else largest)
+            if self.fitted.warns:
+                self._watch_batches(trained, call if largest is None else largest)
 
-        _FirstCall(model, {"then": at_first_call}).install()
+        _FirstCall(trained, {"then": at_first_call}).install()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        _FirstCall.remove(kwargs["model"])
-        self._training = None
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._trained is not None:
+            _FirstCall.remove(self._trained)
+        self._training = self._trained = None
         if self.fitted is not None:
             self.fitted.rest()
         self._stop_watching()
@@ -208,6 +225,11 @@ class _Training:
         """A copy of the callback is in no training."""
         return type(None), ()
 
+    def model(self) -> Any:
+        """Returns what the Trainer calls: its model, or DistributedDataParallel around it."""
+        trainer: Any = self._trainer()
+        return trainer.model_wrapped
+
     def is_over(self) -> bool:
         trainer = self._trainer()
         # On CUDA backward runs in a thread of the engine, for which train() waits.
@@ -226,22 +248,22 @@ def _trainers_on(frame: FrameType | None) -> Iterator[Any]:
 
 
 def _refuse(args: Any) -> None:
-    if args.world_size > 1 or args.n_gpu > 1:
-        several = f"{args.world_size} processes" if args.world_size > 1 else f"{args.n_gpu} devices"
+    if args.n_gpu > 1:
         raise ValueError(
-            f"Fit: the Trainer uses {several}, and Fit can predict the steps of only one process "
-            "with one device. Let the Trainer see one device"
+            f"Fit: one process has {args.n_gpu} devices, by DataParallel, whose steps Fit cannot "
+            "predict. Start a process for each, by accelerate launch or torchrun, or let the "
+            "Trainer see one device"
         )
     if args.torch_compile:
         raise ValueError(
             "Fit: with torch_compile=True the compiler decides what is kept for backward, which "
             "Fit cannot predict: leave it out"
         )
-    for name in ("deepspeed", "fsdp"):
-        if getattr(args, name, None):
-            raise ValueError(
-                f"Fit: {name} shards the model, which Fit cannot predict: leave it out"
-            )
+    if getattr(args, "deepspeed", None):
+        raise ValueError(
+            f"Fit: {NOT_DEEPSPEED}. FSDP2 is fsdp=True with fsdp_config={{'version': 2}} in "
+            "TrainingArguments"
+        )
 
 
 def _refuse_forward(model: Any) -> None:
@@ -256,30 +278,51 @@ def _refuse_forward(model: Any) -> None:
 class _FirstCall(ForwardInPlace):
     """Stands in for a model's forward until it is called for training, and then goes away.
 
-    ``options["then"]`` is told what the model is called with, and may change the model.
+    ``options["then"]`` is told what the model is called with, and may change the model. It runs
+    before other hooks: that of FSDP2 gathers parameters.
     """
 
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def install(self) -> None:
+        super().install()
+        self._hook = self.module.register_forward_pre_hook(
+            self._called, prepend=True, with_kwargs=True
+        )
+        self._before: list[set[int]] = []  # which hooks there were, by kind
+
+    @classmethod
+    def remove(cls, module: nn.Module, method: str = "forward") -> None:
+        found = vars(module).get(method)
+        if isinstance(found, cls):
+            found._hook.remove()
+        super().remove(module, method)
+
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():
-            return self.function(module)(module, *args, **kwargs)
+            return
         self.remove(module)
+        self._before = [{*getattr(module, name)} for name in _HOOKS]
+        self.options["then"](Call(args, kwargs))
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if vars(module).get(self.method) is self:
+            return self.function(module)(module, *args, **kwargs)
         # What is applied has hooks of its own, which this call would not run, and those that there
-        # are surround this call already.
-        with _without_hooks(module):
-            self.options["then"](Call(args, kwargs))
+        # were surround this call already.
+        with _without_hooks(module, self._before):
             return module(*args, **kwargs)
 
 
 @contextmanager
-def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """Takes away a module's hooks, inside the block alone. Those that are new there stay."""
-    taken = [(getattr(module, name), dict(getattr(module, name))) for name in _HOOKS]
-    for hooks, _ in taken:
-        hooks.clear()
+def _without_hooks(module: nn.Module, numbers: list[set[int]]) -> Iterator[None]:
+    """Takes away a module's hooks of these numbers, by kind, inside the block alone."""
+    kinds = [getattr(module, name) for name in _HOOKS]
+    all_hooks = [dict(hooks) for hooks in kinds]
+    for hooks, taken in zip(kinds, numbers, strict=True):
+        for number in taken & hooks.keys():
+            del hooks[number]
     try:
         yield
     finally:
-        for hooks, before in taken:
-            new = dict(hooks)
+        for hooks, before in zip(kinds, all_hooks, strict=True):
             hooks.clear()
-            hooks.update({**before, **new})
+            hooks.update(before)

@@ -30,7 +30,23 @@ from .techniques import Techniques, place_elsewhere, warn_of_means
 
 _TOLERANCE = 0.02  # of the predicted peak
 _MOST_EVENTS = 100_000  # only the peak is asked for
-_WRAPPING = ("accelerate", "lightning", "pytorch_lightning")
+_WRAPPERS = (DistributedDataParallel, nn.DataParallel)
+_TWICE = (
+    "the model is wrapped twice: DistributedDataParallel is around {}, and gradients would be "
+    "reduced twice. Wrap it once"
+)
+NOT_DEEPSPEED = (
+    "DeepSpeed's engine divides gradients and states, and steps, itself, which is not predicted. "
+    "Shard the model by FSDP2 instead, which divides them as well; or keep DeepSpeed, and call "
+    "memsave_ext.checkpoint_modules() for the model's blocks"
+)
+_OTHERS = {
+    "DeepSpeedEngine": NOT_DEEPSPEED,
+    "FullyShardedDataParallel": (
+        "the model is wrapped in FullyShardedDataParallel, FSDP1, which is not supported: shard it "
+        "by torch.distributed.fsdp.fully_shard(), FSDP2"
+    ),
+}
 
 _NAME = "_memsave_ext_applied"  # where a model has what is applied to it
 
@@ -51,6 +67,8 @@ class Applied:
             changes the forward of training; else None, as one needs no more than a step.
         resume: bytes that are needed while a checkpoint is loaded as a whole, by ``torch.load()``
             without ``mmap=True``; None where this technique was not predicted.
+        of_ranks: predicted peak and budget in bytes by rank, where several processes train the
+            model.
         measured: the peak in bytes of the second step, which is the first that has all states, or
             with remat without a budget of the third; None until then, without an optimizer or with
             one that wraps another, and in pure Python.
@@ -89,6 +107,8 @@ class Applied:
         self.predicted = predicted
         self.evaluation: int | None = None
         self.resume: int | None = None
+        self.of_ranks: dict[int, tuple[int, int]] = {}
+        self.warns = True  # of several processes one does
         self.measured: int | None = None
         condition = options.pop("accumulate_when", None)
         in_backward: Any = optimizer if technique.steps_in_backward else None
@@ -102,7 +122,8 @@ class Applied:
         self._others = others
         left = max((remat_budget or budget) - others, 1)
         self._undo = ExitStack()
-        model.__dict__[_NAME] = self
+        for part in _with_inside(model):
+            part.__dict__[_NAME] = self
         technique.apply(model, optimizer, self._undo, left, method=method, place=place, **given)
         if technique.gradients_elsewhere and isinstance(optimizer, InBackward):
             assert optimizer._gradients is not None
@@ -113,9 +134,7 @@ class Applied:
             where = place_elsewhere(torch.device("cpu"), place) or ""
             states = " and states" if technique.states_elsewhere else ""
             self._elsewhere.append(f"weights{states} lie in {where}")
-        is_ddp = isinstance(model, DistributedDataParallel)
-        if in_backward is not None and is_ddp:
-            in_backward.attach(model)
+        self._attach()
         if in_backward is not None and condition is not None:
             in_backward.accumulate_when(condition)
         # Of an optimizer that wraps another the hooks run before its step has ended.
@@ -144,11 +163,18 @@ class Applied:
 
         Parameters stay as they were trained, and so do states, in the optimizer's own format.
         """
-        if applied_to(self.model) is self:
-            del self.model.__dict__[_NAME]
+        for part in _with_inside(self.model):
+            if applied_to(part) is self:
+                del part.__dict__[_NAME]
         self._undo.close()
         for function in self._after:
             function()
+
+    def _attach(self) -> None:
+        """Has an optimizer in backward step what DistributedDataParallel has reduced."""
+        if self.steps_in_backward and isinstance(self.model, DistributedDataParallel):
+            in_backward: Any = self.optimizer
+            in_backward.attach(self.model)
 
     def rest(self) -> None:
         """Ends a training: the optimizer steps as others do, by ``step()``, and a backward that
@@ -162,6 +188,7 @@ class Applied:
         if self._has_hooks:
             in_backward: Any = self.optimizer
             in_backward.renew_hooks()
+            self._attach()
 
     def after_undo(self, function: Callable[[], None]) -> None:
         """Has a function run now and after :meth:`undo`, which follows what the optimizer is."""
@@ -175,6 +202,12 @@ class Applied:
             f"predicted peak {peak}, budget {format_bytes(self.budget)}",
             f"costs {'nothing' if self.cost == 'none' else self.cost}",
         ]
+        if len({*self.of_ranks.values()}) > 1:
+            rank, (most, budget) = min(self.of_ranks.items(), key=lambda one: one[1][1] - one[1][0])
+            lines.append(
+                f"rank {rank} has the least left: predicted peak {format_bytes(most)}, budget "
+                f"{format_bytes(budget)}"
+            )
         lines += self._elsewhere
         if self.evaluation is not None and self.evaluation > self.budget:
             lines.append(
@@ -196,7 +229,7 @@ class Applied:
         least, most = (self.predicted * (1 + sign * _TOLERANCE) for sign in (-1, 1))
         if self.may_be_less:
             least = 0
-        if least <= measured <= max(most + self._spare, self._may_be_as_much_as):
+        if not self.warns or least <= measured <= max(most + self._spare, self._may_be_as_much_as):
             return
         warnings.warn(
             f"memsave_ext: a step had a peak of {format_bytes(measured)} with {self.technique}, "
@@ -269,15 +302,21 @@ def check(
             f"{who}: optimizer must be a torch.optim.Optimizer or None, got "
             f"{type(optimizer).__name__}"
         )
-    if applied_to(model) is not None:
+    if any(applied_to(part) is not None for part in _with_inside(model)):
         raise ValueError(
             f"{who}: a technique is applied to this {type(model).__name__} already: call undo() of "
             "what the earlier fit() or apply() returned"
         )
+    outer = model if may_be_wrapped and isinstance(model, DistributedDataParallel) else None
     for module in model.modules():
-        if may_be_wrapped and module is model and isinstance(module, DistributedDataParallel):
+        if module is outer:
             continue
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        kind = type(module).__name__
+        if outer is not None and isinstance(module, _WRAPPERS):
+            raise ValueError(f"{who}: {_TWICE.format(kind)}")
+        if kind in _OTHERS:
+            raise ValueError(f"{who}: {_OTHERS[kind]}")
+        if isinstance(module, _WRAPPERS):
             raise ValueError(
                 f"{who}: the model is wrapped in {type(module).__name__}. Pass the model inside, "
                 "before it is wrapped; an optimizer that then steps in backward needs attach() "
@@ -300,7 +339,10 @@ def check(
             f"{who}: parameters of this {type(model).__name__} have no shape yet: call it once, "
             "then make its optimizer"
         )
-    if not may_be_wrapped and any(is_dtensor(p) for p in model.parameters()):
+    has_shards = any(is_dtensor(p) for p in model.parameters())
+    if outer is not None and has_shards:
+        raise ValueError(f"{who}: {_TWICE.format('what fully_shard() has sharded')}")
+    if not may_be_wrapped and has_shards:
         raise ValueError(
             f"{who}: the model has DTensor parameters, as FSDP2 makes them, which are not "
             "supported here. memsave_ext.fit() takes it"
@@ -337,6 +379,11 @@ def unwrapped(optimizer: Optimizer | None) -> Optimizer | None:
     ):
         return inside
     return optimizer
+
+
+def _with_inside(model: Any) -> tuple[nn.Module, ...]:
+    """Returns a model, and what is inside of it, which another wrapper may be made for."""
+    return (model, model.module) if isinstance(model, DistributedDataParallel) else (model,)
 
 
 def applied_to(model: object) -> Applied | None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -18,6 +19,7 @@ from ..adam.in_place import options_outside_groups, release, taken_by
 from ..adam.own_optimizer import OwnStep
 from ..adam.step_in_backward import InBackward
 from ..fakes.mode import loss_in, values_elsewhere
+from ..shared.dtensor import is_dtensor
 
 Loss = Callable[..., Tensor]  # of what the model returned, and of the batch where it takes two
 Forward = Callable[[nn.Module, Any], Tensor]  # of the model and of the batch: the loss
@@ -37,7 +39,7 @@ class FromBatch:
         model, optimizer, batch: as for :func:`predict`.
         run: makes the loss of the model and the batch.
         who: the function that errors are of.
-        others, micro_batches, keeps_gradients: as of :func:`from_batch`.
+        others, micro_batches, keeps_gradients, reduces_once: as of :func:`from_batch`.
     """
 
     def __init__(
@@ -50,10 +52,12 @@ class FromBatch:
         others: Iterable[nn.Module | Tensor],
         micro_batches: int,
         keeps_gradients: bool,
+        reduces_once: bool,
     ) -> None:
         self._model, self._optimizer, self._batch = model, optimizer, _plain(batch)
         self._run, self._who = run, who
         self._micro_batches, self._keeps_gradients = micro_batches, keeps_gradients
+        self._reduces_once = reduces_once
         self.others = tensors_of(others)
         self._autocast = _Autocast()
         self._values = values_elsewhere(self._batch)
@@ -69,9 +73,12 @@ class FromBatch:
         for group in () if optimizer is None else optimizer.param_groups:
             for p in group["params"]:
                 if id(p) not in params:
+                    sharded = any(map(is_dtensor, params.values())) and not is_dtensor(p)
                     raise ValueError(
                         f"{self._who}: optimizer has a parameter of shape {list(p.shape)} that is "
                         "not in model"
+                        + ": it was made before fully_shard(), whose shards it must step"
+                        * sharded
                     )
         for p in params.values():
             p.grad = None
@@ -85,6 +92,8 @@ class FromBatch:
         with self._autocast.left():
             for number in range(1, self._micro_batches + 1):
                 is_last = number == self._micro_batches
+                # A loop may ask for a prediction where it is about to reduce nothing.
+                _reduce(self._model, is_last, self._reduces_once)
                 with nullcontext() if is_last else _accumulating(optimizer):
                     self._started(self._loss(), number).backward()
             if optimizer is not None:
@@ -120,6 +129,7 @@ def from_batch(
     micro_batches: int = 1,
     forward: Forward | None = None,
     keeps_gradients: bool = False,
+    reduces_once: bool = False,
 ) -> FromBatch:
     """Returns what builds a step of all arguments, in a child process.
 
@@ -131,6 +141,8 @@ def from_batch(
         forward: stands for calls of the model and of ``loss``; what it is given may be anything.
         keeps_gradients: whether those of a step are there until the next one's first backward, and
             not freed before its forward.
+        reduces_once: whether FSDP2 reduces gradients in the last of these backwards alone, as
+            DistributedDataParallel does.
 
     Raises:
         TypeError: ``optimizer`` is no optimizer; ``batch`` is missing, or none; ``loss`` is no
@@ -148,7 +160,9 @@ def from_batch(
         check_batch(who, batch)
         forward = _forward_of(who, loss)
     others = checked_others(who, others)
-    return FromBatch(model, optimizer, batch, forward, who, others, micro_batches, keeps_gradients)
+    return FromBatch(
+        model, optimizer, batch, forward, who, others, micro_batches, keeps_gradients, reduces_once
+    )
 
 
 class LargerBatches:
@@ -253,6 +267,19 @@ def _accumulating(optimizer: Any) -> AbstractContextManager[None]:
     if isinstance(optimizer, InBackward) and optimizer.in_backward:
         return optimizer.accumulate()
     return nullcontext()
+
+
+def _reduce(model: Any, is_last: bool, once: bool) -> None:
+    """Has a wrapped model reduce the gradients of the next backward, or keep them in each process.
+
+    Args:
+        is_last: whether it is the last backward of its step.
+        once: whether FSDP2's gradients are reduced there alone; they are whole until then.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = is_last
+    elif hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(is_last or not once)
 
 
 def _remade(optimizer: Any) -> Optimizer:

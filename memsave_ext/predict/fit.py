@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -21,13 +23,13 @@ from ..shared.checks import check_count
 from ..shared.device_memory import device_memory
 from ..shared.tensors import bytes_held
 from ..store.mapped import in_memory
-from .agreement import agreed
+from .agreement import Meeting, agreed, check_same, together
 from .applied import Applied, apply, check, check_options, undone_by_errors
 from .batch import Forward, Loss, checked_others, from_batch, tensors_of
 from .fits import evaluation_peak, search
 from .found import Fit, Fits
 from .predict import check_timeout
-from .ranks import is_wrapped, ranks_there
+from .ranks import ranks_there
 from .techniques import ALL, Techniques, named, technique_of
 
 # Without a budget remat has its plan from the third step on; with one it costs no more.
@@ -116,18 +118,18 @@ def fit(
         "max_grad_norm": max_grad_norm,
         "grad_scaler": grad_scaler,
     }
-    technique = technique_of("fit", technique, means)
-    check_bool("fit: in_backward", in_backward)
-    check_timeout("fit", timeout)
-    reason = "" if in_backward else "in_backward=False"
     with undone_by_errors(model):
-        made = fitted(
-            model, optimizer, batch, budget, loss=loss, technique=technique, refused=reason,
-            may_be_wrapped=True,
-            micro_batches=micro_batches, verbose=verbose, others=others, place=offload,
-            options=options, timeout=timeout,
-        )  # fmt: skip
-        if max_grad_norm is not None and not made.steps_in_backward:
+        with together("fit", model) as meeting:
+            technique = technique_of("fit", technique, means)
+            check_bool("fit: in_backward", in_backward)
+            check_timeout("fit", timeout)
+            reason = "" if in_backward else "in_backward=False"
+            made = fitted(
+                model, optimizer, batch, budget, meeting, loss=loss, technique=technique,
+                refused=reason, micro_batches=micro_batches, verbose=verbose, others=others,
+                place=offload, options=options, timeout=timeout,
+            )  # fmt: skip
+        if max_grad_norm is not None and not made.steps_in_backward and made.warns:
             warnings.warn(
                 f"memsave_ext: fit: max_grad_norm={max_grad_norm!r} has no effect with "
                 f"{made.technique}, since it is for an optimizer that steps in backward: clip "
@@ -143,6 +145,7 @@ def fitted(
     optimizer: Optimizer | None,
     batch: Any,
     budget: str | int | Budget,
+    meeting: Meeting | None,
     *,
     loss: Loss | None = None,
     technique: str | None = None,
@@ -152,89 +155,130 @@ def fitted(
     forward: Forward | None = None,
     keeps_gradients: bool = False,
     method: str = "forward",
-    may_be_wrapped: bool = False,
     others: Iterable[nn.Module | Tensor] = (),
     place: Offload | None = None,
     options: dict[str, Any],
     timeout: float | None = None,
     is_largest: bool = False,
 ) -> Applied:
-    """As :func:`fit`, for trainers.
+    """As :func:`fit`, for trainers, inside of :func:`together`.
 
     Args:
+        meeting: where the processes meet that the model is wrapped for; None for one process.
         is_largest: whether ``batch`` is the largest of the training, most others being smaller.
         refused: why no optimizer may step in backward; empty where it may.
         forward, others, keeps_gradients: as of :func:`from_batch`.
         method, place: as of :meth:`Techniques.apply`.
         options: as of :class:`Applied`.
     """
-    inside = check("fit", model, optimizer, may_be_wrapped=may_be_wrapped)
-    check_options("fit", options)
-    others = checked_others("fit", others)
-    check_count("fit: micro_batches", micro_batches, 1)
-    among = _WITHIN if technique is None else (named("fit", technique),)
-    parameter = next(model.parameters(), None)
-    device = torch.device("cpu") if parameter is None else parameter.device
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"fit: model must be on the CPU or a CUDA device, got one on {device}")
-    if not model.training:
-        warnings.warn(
-            f"memsave_ext: fit: this {type(model).__name__} is in eval mode, and the step is "
-            "predicted in eval mode, too: call model.train() first",
-            UserWarning,
-            stacklevel=3,
-        )
-    limit = _bytes_of(budget, device, model, inside, tensors_of(others))
-    build = from_batch(
-        model, inside, batch, loss, who="fit", others=others,
-        micro_batches=min(micro_batches, 2), forward=forward, keeps_gradients=keeps_gradients,
-    )  # fmt: skip
-    beside = 0
-    if device.type == "cuda":
-        allocated = torch.cuda.memory_allocated(device)
-        beside = max(allocated - bytes_held([*_held(model, inside), *tree_leaves(batch)]), 0)
-    place = check_offload(place, None, True, device)
-    with torch.inference_mode(False), torch.enable_grad():
-        ranks = ranks_there("fit") if is_wrapped(model) else None
-
-        def tried(among: Sequence[Techniques]) -> Fits:
-            return search(
-                build, limit, device=device, among=among, refused=refused, method=method,
-                place=place, others=beside, ranks=ranks, timeout=timeout,
-            )  # fmt: skip
-
-        if ranks is None or technique is not None:
-            found = tried(among)
-        else:
-            names = [one.name for t in among for one in (t, t.for_loops_that_clip()) if one]
-            found = agreed(lambda: tried(among), names, lambda name: tried([named("fit", name)]))
-    chosen = found.cheapest if technique is None else found.rows[0]
-    if chosen is None:
-        raise torch.OutOfMemoryError(found.sentence("fit"))
-    if chosen.peak is None:
-        raise ValueError(f"fit: {chosen.name} does not apply: {chosen.reason}")
-    tensors = {id(t): t for t in tree_leaves(batch) if isinstance(t, Tensor)}
-    spare = sum(t.nbytes for t in tensors.values()) * micro_batches if device.type == "cpu" else 0
-    techniques = named("fit", chosen.name)
-    evaluation = None
-    if techniques.changes_forward:
+    warns = meeting is None or meeting.is_first
+    with undone_by_errors(model), nullcontext() if warns else _quiet():
+        inside = check("fit", model, optimizer, may_be_wrapped=True)
+        check_options("fit", options)
+        others = checked_others("fit", others)
+        check_count("fit: micro_batches", micro_batches, 1)
+        among = _WITHIN if technique is None else (named("fit", technique),)
+        parameter = next(model.parameters(), None)
+        device = torch.device("cpu") if parameter is None else parameter.device
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"fit: model must be on the CPU or a CUDA device, got one on {device}")
+        # Lightning puts what is inside of DistributedDataParallel alone into train mode again.
+        if not (model.module if isinstance(model, DistributedDataParallel) else model).training:
+            warnings.warn(
+                f"memsave_ext: fit: this {type(model).__name__} is in eval mode, and the step is "
+                "predicted in eval mode, too: call model.train() first",
+                UserWarning,
+                stacklevel=3,
+            )
+        limit = _bytes_of(budget, device, model, inside, tensors_of(others))
+        build = from_batch(
+            model, inside, batch, loss, who="fit", others=others,
+            micro_batches=min(micro_batches, 2), forward=forward, keeps_gradients=keeps_gradients,
+            reduces_once=_reduces_once(optimizer),
+        )  # fmt: skip
+        beside = 0
+        if device.type == "cuda":
+            allocated = torch.cuda.memory_allocated(device)
+            beside = max(allocated - bytes_held([*_held(model, inside), *tree_leaves(batch)]), 0)
+        place = check_offload(place, None, True, device)
+        if meeting is not None:
+            check_same(
+                meeting,
+                {
+                    "technique": technique,
+                    "in_backward": not refused,
+                    "micro_batches": micro_batches,
+                    **{name: _told(value) for name, value in options.items()},
+                    "the model's number of parameters": sum(p.numel() for p in model.parameters()),
+                },
+            )
         with torch.inference_mode(False), torch.enable_grad():
-            evaluation = evaluation_peak(
-                build, chosen.remat_budget or limit, techniques, device=device, method=method,
-                place=place, others=found.others, ranks=ranks, timeout=timeout,
-            )  # fmt: skip
-    with undone_by_errors(model):
+            ranks = None if meeting is None else ranks_there("fit")
+
+            def tried(among: Sequence[Techniques]) -> Fits:
+                return search(
+                    build, limit, device=device, among=among, refused=refused, method=method,
+                    place=place, others=beside, ranks=ranks, timeout=timeout,
+                )  # fmt: skip
+
+            if meeting is None or technique is not None:
+                found = tried(among)
+            else:
+                names = [one.name for t in among for one in (t, t.for_loops_that_clip()) if one]
+                found = agreed(
+                    meeting, lambda: tried(among), names, lambda name: tried([named("fit", name)])
+                )
+        chosen = found.cheapest if technique is None else found.rows[0]
+        if chosen is None:
+            raise torch.OutOfMemoryError(found.sentence("fit"))
+        if chosen.peak is None:
+            raise ValueError(f"fit: {chosen.name} does not apply: {chosen.reason}")
+        tensors = {id(t): t for t in tree_leaves(batch) if isinstance(t, Tensor)}
+        bytes_of_batch = sum(t.nbytes for t in tensors.values()) * micro_batches
+        spare = bytes_of_batch if device.type == "cpu" else 0
+        techniques = named("fit", chosen.name)
+        evaluation = None
+        if techniques.changes_forward:
+            with torch.inference_mode(False), torch.enable_grad():
+                evaluation = evaluation_peak(
+                    build, chosen.remat_budget or limit, techniques, device=device, method=method,
+                    place=place, others=found.others, ranks=ranks, timeout=timeout,
+                )  # fmt: skip
         made = apply(
             techniques, model, optimizer, limit, chosen.peak,
             remat_budget=chosen.remat_budget, others=found.others, spare=spare, method=method,
-            place=place, may_be_wrapped=may_be_wrapped, **options,
+            place=place, may_be_wrapped=True, **options,
         )  # fmt: skip
         made.evaluation = evaluation
         made.may_be_less |= is_largest
         made.resume = found.others + _resume_bytes(techniques, model, inside, chosen)
-        if verbose and (ranks is None or torch.distributed.get_rank() == 0):
+        made.warns = warns
+        if meeting is not None:
+            made.of_ranks = dict(
+                zip(meeting.ranks, meeting.told((chosen.peak, limit)), strict=True)
+            )
+        if verbose and warns:
             print(made, file=sys.stdout)
         return made
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _told(option: object) -> object:
+    """Returns what processes tell each other of an option: its value, or that there is one."""
+    return option if option is None or isinstance(option, (int, float)) else "one"
+
+
+def _reduces_once(optimizer: Any) -> bool:
+    """Whether accelerate, which has wrapped the optimizer, has the gradients of several backwards
+    reduced in the last of them alone."""
+    state = getattr(optimizer, "gradient_state", None)
+    return state is not None and not state.plugin_kwargs.get("sync_each_batch", False)
 
 
 def _resume_bytes(

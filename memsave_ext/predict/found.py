@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from ..memory.account import TensorAtPeak
 from ..memory.events import CATEGORIES
 from ..shared.table import Text, as_text, format_bytes, format_seconds, print_table
-from .applied import Applied, apply
+from .agreement import check_same, together
+from .applied import Applied, apply, undone_by_errors
 from .picture import plot_fits
-from .techniques import ALL, named, technique_of
+from .techniques import ALL, Techniques, named, technique_of
 
 _LAST_ON_CUDA = [techniques for techniques in ALL if not techniques.weights_elsewhere][-1]
 _LAST = {
@@ -202,7 +203,8 @@ class Fits:
         """Applies the cheapest technique that fits to a real model and its optimizer, in place.
 
         Args:
-            model: a model such as was predicted.
+            model: a model such as was predicted. Where it is wrapped for several processes, all
+                of them call this.
             optimizer: its optimizer; None for a loop without states.
             technique: the name of a row to apply in place of the cheapest that fits, whether it
                 fits or not.
@@ -213,27 +215,38 @@ class Fits:
 
         Raises:
             torch.OutOfMemoryError: nothing fits. It says what was tried, and the lowest peak.
-            TypeError, ValueError: an argument is not as said above; the model is wrapped for
-                several processes, compiled, or has a technique applied to it already; the named
-                technique does not apply.
+            TypeError, ValueError: an argument is not as said above; the model is wrapped in
+                DataParallel, compiled, or has a technique applied to it already; the named
+                technique does not apply; another process takes another one.
+            RuntimeError: another process has raised an error.
         """
-        technique = technique_of("apply", technique, means)
+        with undone_by_errors(model), together("apply", model) as meeting:
+            chosen, row = self._chosen(technique_of("apply", technique, means))
+            if meeting is not None:
+                check_same(meeting, {"technique": chosen.name})
+                if self.devices != len(meeting.ranks):
+                    row = None  # of a step that is wrapped otherwise
+            peak, remat_budget = (None, None) if row is None else (row.peak, row.remat_budget)
+            made = apply(
+                chosen, model, optimizer, self.budget, peak, remat_budget=remat_budget,
+                others=self.others, place=self.offload, may_be_wrapped=True,
+                accumulate_when=accumulate_when, max_grad_norm=max_grad_norm,
+                grad_scaler=grad_scaler,
+            )  # fmt: skip
+            if meeting is not None:
+                made.warns = meeting.is_first
+                meeting.told(None)
+            return made
+
+    def _chosen(self, technique: str | None) -> tuple[Techniques, Fit | None]:
+        """Returns the technique to apply, and its row, if it was tried."""
         if technique is None and self.cheapest is None:
             raise torch.OutOfMemoryError(self.sentence("apply"))
         chosen = named("apply", technique or self.cheapest.name)  # type: ignore[union-attr]
         row = next((row for row in self.rows if row.name == chosen.name), None)
         if row is not None and row.peak is None:
             raise ValueError(f"apply: {row.name} does not apply: {row.reason}")
-        options: dict[str, Any] = {
-            "accumulate_when": accumulate_when,
-            "max_grad_norm": max_grad_norm,
-            "grad_scaler": grad_scaler,
-        }
-        peak, remat_budget = (None, None) if row is None else (row.peak, row.remat_budget)
-        return apply(
-            chosen, model, optimizer, self.budget, peak, remat_budget=remat_budget,
-            others=self.others, place=self.offload, **options,
-        )  # fmt: skip
+        return chosen, row
 
     def sentence(self, who: str) -> str:
         """Returns what an error of ``who`` says where nothing fits."""

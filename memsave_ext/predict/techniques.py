@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..adam import Adam, AdamW
@@ -137,6 +138,9 @@ class Techniques:
         Raises:
             ValueError: they do not apply.
         """
+        # What DistributedDataParallel does around its module is not the same in its second step.
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
         if self.loss_head:
             undo.callback(_head_in_chunks(model))
         if self.checkpoint:

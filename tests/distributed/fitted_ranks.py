@@ -1,15 +1,19 @@
 """What fit() does on ranks: tests import it there."""
 
+import contextlib
 import functools
+import io
 import warnings
 
 import torch
 import torch.distributed as dist
 from ranks import whole
-from sharded_steps import ROWS, WIDTH, network, pauses, sharded
+from sharded_steps import ROWS, WIDTH, network, pauses, sharded, stepped
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import memsave_ext as ms
+from memsave_ext.predict.techniques import Techniques
 from memsave_ext.remat import ahead
 
 DEPTH = 2
@@ -120,6 +124,115 @@ def _steps_within(budget):
     return peaks, losses, handle.figures().recomputed_operators, " ".join(handle.report().split())
 
 
+def _fit(*args, **options):
+    return ms.fit(*args, **{"budget": "1GB", "loss": square, "verbose": False} | options)
+
+
+def _of_rank_1(value, others):
+    return value if dist.get_rank() else others
+
+
+def _wrong(model=None, optimizer=None, batch=None, **options):
+    model = wrapped("ddp") if model is None else model
+    return _fit(model, optimizer, torch.randn(4, WIDTH) if batch is None else batch, **options)
+
+
+def _fitted_twice():
+    model = wrapped("ddp")
+    _wrong(model.module)
+    _wrong(model)
+
+
+def _one_cannot_apply():
+    """What raises on one rank after all have agreed."""
+    model, apply = wrapped("ddp"), Techniques.apply
+    if dist.get_rank():
+
+        def fails(*args, **options):
+            if ms.is_dry_run():
+                return apply(*args, **options)
+            raise RuntimeError("here alone")
+
+        Techniques.apply = fails
+    try:
+        _wrong(model, technique="checkpoint by block")
+    finally:
+        Techniques.apply = apply
+        assert not any("forward" in vars(m) for m in model.modules())
+
+
+def _made_before_sharding():
+    model = network(DEPTH)
+    optimizer = torch.optim.AdamW(model.parameters())
+    fully_shard(model)
+    _wrong(model, optimizer)
+
+
+_BY_ONE = "fit: rank 1 has raised "
+_OTHERS = {
+    "a budget": lambda: _wrong(budget=_of_rank_1("24 G B", "1GB")),
+    "no model": lambda: _wrong(_of_rank_1([], wrapped("ddp"))),
+    "no batch": lambda: _wrong(batch=_of_rank_1("text", torch.randn(4, WIDTH))),
+    "a technique": lambda: _wrong(technique=_of_rank_1("as built", None)),
+    "no technique": lambda: _wrong(technique=_of_rank_1("magic", None)),
+    "in_backward": lambda: _wrong(in_backward=_of_rank_1(False, True)),
+    "twice": lambda: _wrong(DistributedDataParallel(wrapped("ddp"))),
+    "fitted twice": _fitted_twice,
+    "applied nowhere": _one_cannot_apply,
+    "made before": _made_before_sharding,
+}
+_TWICE = "the model is wrapped twice: DistributedDataParallel is around DistributedDataParallel"
+_ALREADY = "a technique is applied to this DistributedDataParallel already"
+_BEFORE = "not in model: it was made before fully_shard(), whose shards it must step"
+WRONG = {
+    "a budget": (_BY_ONE + "ValueError: fit: budget must be", "ValueError: fit: budget must be"),
+    "no model": (_BY_ONE + "TypeError: fit: model must be", "got list"),
+    "no batch": (_BY_ONE + "TypeError: fit: batch must be", "got str"),
+    "a technique": ("fit: technique must be the same in all processes, got None on rank 0",) * 2,
+    "no technique": (_BY_ONE + "ValueError: fit: technique must be None or one of", "magic"),
+    "in_backward": ("fit: in_backward must be the same in all processes, got True on rank 0",) * 2,
+    "twice": (_TWICE, _TWICE),
+    "fitted twice": (_ALREADY, _ALREADY),
+    "applied nowhere": (_BY_ONE + "ValueError: apply: ", "apply: checkpoint by block does not"),
+    "made before": (_BEFORE, _BEFORE),
+}
+
+
+def wrong(name):
+    try:
+        _OTHERS[name]()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def found(kind):
+    """Steps of a wrapped model with what memory.fits found; each rank has the same."""
+    model = wrapped(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(1 + dist.get_rank())
+    batches = [torch.randn(ROWS, WIDTH) for _ in range(3)]
+    fits = ms.memory.fits(lambda: stepped(network(DEPTH)), "1GB", devices=2, shard=kind)
+    applied = fits.by_devices[2].apply(model, optimizer, "optimizer in backward")
+    losses = []
+    for x in batches:
+        loss = square(model(x))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    steps = applied.steps_in_backward and all(p.grad is None for p in model.parameters())
+    applied.undo()
+    return steps, losses, whole(model.parameters())
+
+
+def budgets_differ():
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        model, budget = wrapped("ddp"), _of_rank_1("100MB", "1GB")
+        fitted = _fit(model, None, torch.randn(4, WIDTH), budget=budget, verbose=True)
+    return printed.getvalue(), fitted.of_ranks
+
+
 KINDS = ("ddp", "fsdp2")
 TECHNIQUES = (
     "plain",
@@ -133,3 +246,6 @@ RUNS = {
     for kind in KINDS
     for technique in TECHNIQUES
 } | {one.__name__: one for one in (least_rows, nothing_fits, one_fails, first_step_planned)}
+RUNS |= {"budgets_differ": budgets_differ}
+RUNS |= {f"wrong: {name}": functools.partial(wrong, name) for name in WRONG}
+RUNS |= {f"found: {kind}": functools.partial(found, kind) for kind in KINDS}

@@ -81,6 +81,14 @@ def at_once():
     return train(net, adam(net, small_bytes=0))
 
 
+def several_roots():
+    """Each reduces its last gradients at the end of backward, when others have been stepped."""
+    net = model()
+    for module in net:
+        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return train(net, adam(net))
+
+
 def resharded_after_forward():
     net = shard(model(), reshard_after_forward=True)
     return train(net, adam(net))
@@ -164,7 +172,7 @@ def resumed_by_others():
 
 
 SAME = [
-    sharded, at_once, resharded_after_forward, checkpointed_before_sharding,
+    sharded, at_once, several_roots, resharded_after_forward, checkpointed_before_sharding,
     checkpointed_after_sharding, without_in_backward, micro_batches, accumulated_after_reduction,
     resumed,
 ]  # fmt: skip

@@ -75,9 +75,10 @@ def killed(engine, folder, digits):
     return told(first.read_text() + run_ranks(2, {"example": again})["example"][0])
 
 
-def undisturbed(engine, folder, digits, epochs, processes):
+def undisturbed(engine, folder, digits, epochs, processes, *more):
     """The example in processes that are there already: torchrun's take seconds to start."""
-    runs = {"example": functools.partial(example, arguments(engine, folder, epochs), digits)}
+    given = [*arguments(engine, folder, epochs), *more]
+    runs = {"example": functools.partial(example, given, digits)}
     return told(run_ranks(processes, runs)["example"][0])
 
 
@@ -124,6 +125,12 @@ def runs(tmp_path_factory):
     dcp_to_torch_save(folder / "killed/fsdp2/3", folder / "fsdp2.pt")
     found["undisturbed"] = undisturbed("ddp", folder / "undisturbed", digits, epochs=3, processes=2)
     found["by one"] = undisturbed("fsdp2", folder / "killed", digits, epochs=4, processes=1)
+    # A budget of each process; and three go on from the checkpoint of two, with one for all.
+    for name, epochs, processes, budgets in (
+        ("fits", 1, 2, ("2.5MB", "3MB")), ("fits by three", 2, 3, ("2.2MB",)),
+    ):  # fmt: skip
+        given = folder / "fits", digits, epochs, processes, "--budget", *budgets
+        found[name] = undisturbed("fsdp2", *given)
     return {"folder": folder, **found}
 
 
@@ -168,6 +175,17 @@ def test_another_number_of_processes_goes_on(runs):
     assert "1 processes: from epoch 4" in output
     assert [number for number, _, _ in epochs] == [4]
     assert epochs[0][1] < runs["fsdp2"][1][-1][1]
+
+
+def test_what_fits_every_process_is_applied_and_another_number_goes_on(runs):
+    output, epochs = runs["fits"]
+    assert "fit: nothing is changed" not in output and "fit: predicted peak" in output
+    assert "fit: rank 0 has the least left: predicted peak" in output
+    assert [number for number, _, _ in epochs] == [1]
+    output, later = runs["fits by three"]
+    assert "3 processes: from epoch 2" in output and "fit: predicted peak" in output
+    assert "fit: nothing is changed" not in output and "has the least left" not in output
+    assert [number for number, _, _ in later] == [2] and later[0][1] < epochs[0][1]
 
 
 def programs():

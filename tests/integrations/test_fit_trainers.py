@@ -404,11 +404,18 @@ def test_wrong_use(tmp_path):
         run.train()
     run = Run(tmp_path, fit())
     run.trainer.args._n_gpu = 2
-    with pytest.raises(ValueError, match="Fit: the Trainer uses 2 devices, and Fit can predict"):
+    with pytest.raises(ValueError, match="Fit: one process has 2 devices, by DataParallel"):
         ms.integrations.transformers._refuse(run.trainer.args)
-    several = SimpleNamespace(world_size=3, n_gpu=0)
-    with pytest.raises(ValueError, match="Fit: the Trainer uses 3 processes, and Fit can predict"):
-        ms.integrations.transformers._refuse(several)
+    deepspeed = SimpleNamespace(n_gpu=1, torch_compile=False, deepspeed="zero3.json")
+    with pytest.raises(ValueError, match="Fit: DeepSpeed's engine divides gradients.*FSDP2 is fs"):
+        ms.integrations.transformers._refuse(deepspeed)
+    with pytest.raises(
+        ValueError, match="Fit: 3 processes train the model, which is neither in Di"
+    ):
+        fit().on_train_begin(
+            SimpleNamespace(n_gpu=1, torch_compile=False, world_size=3, max_grad_norm=0),
+            None, None, model=gpt2(), optimizer=torch.optim.SGD([torch.ones(1)]),
+        )  # fmt: skip
     run = Run(tmp_path, fit())
     handle = ms.remat_module(run.model)
     with pytest.raises(

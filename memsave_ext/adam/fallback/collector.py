@@ -159,7 +159,10 @@ class Collector:
         backward = self._backwards[task] = Backward(self, stepper, *begun)
         at_end = _AtEnd(backward)  # first: it ends the backward where this is interrupted
         self._running.add(id(backward))
-        torch.autograd.Variable._execution_engine.queue_callback(at_end)
+        # After callbacks that others queue in the backward: each root of FSDP2's reduces its last
+        # gradients in one.
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: engine.queue_callback(at_end))
         return backward
 
     def check_reduced(self, params: list[Tensor]) -> None:

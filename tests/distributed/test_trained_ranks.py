@@ -1,0 +1,110 @@
+"""Fit in trainers that train one model in two processes, by DistributedDataParallel and FSDP2."""
+
+import importlib.util
+
+import pytest
+import torch
+from ranks import run_ranks
+from trained_ranks import IN_BACKWARD, KINDS, LIBRARIES, RUNS, WITHIN
+
+pytestmark = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def results():
+    for name in ("transformers", "accelerate", "lightning", "trl"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    return run_ranks(2, RUNS, libraries=LIBRARIES)
+
+
+@pytest.fixture
+def ranks(results, kind):
+    """What a function has returned on each rank."""
+
+    def found(function):
+        of_ranks = results[f"{function}: {kind}"]
+        assert not isinstance(of_ranks[0], str), of_ranks[0]
+        return of_ranks
+
+    return found
+
+
+def assert_same(run, plain, what=("losses", "norms", "evaluated", "weights")):
+    assert len(run.losses) > 1
+    for name in what:
+        if name == "weights":
+            assert all(map(torch.equal, run.weights, plain.weights))
+        else:
+            assert getattr(run, name) == getattr(plain, name), name
+
+
+def assert_first_alone_says(said_by_first, said_by_second, technique):
+    assert said_by_first[0] == f"fit: {technique}" and said_by_second == []
+
+
+def test_a_loop_that_accumulates_clips_evaluates_and_resumes(ranks):
+    for plain, run, resumed in ranks("within_a_budget"):
+        assert_same(run, plain)
+        assert len(plain.norms) == 4 and len(plain.evaluated) == 2
+        assert run.technique == WITHIN and run.recomputed > 0 and run.left == []
+        # From the checkpoint with another technique, and the bits of what was never interrupted.
+        assert resumed.losses[-2:] == plain.losses[-2:] and resumed.recomputed == 3
+        assert all(map(torch.equal, resumed.weights, plain.weights))
+    (_, first, _), (_, second, _) = ranks("within_a_budget")
+    assert_first_alone_says(first.said, second.said, WITHIN)
+
+
+def test_clipping_by_the_norm_of_all(ranks):
+    for plain, run, away in ranks("clipped_elsewhere"):
+        assert_same(run, plain)
+        assert away >= 4 * len(run.weights)  # steps
+
+
+def test_in_backward_twice(ranks):
+    for plain, run in ranks("in_backward"):
+        assert_same(run, plain, ("losses", "weights"))
+        assert run.technique == IN_BACKWARD and run.recomputed == 3
+        assert set(run.norms) == {0.0} != set(plain.norms)  # no gradient was left to measure
+
+
+def test_nothing_steps_after_a_training_that_raised(ranks):
+    assert ranks("raising") == [(True, True)] * 2
+
+
+def test_a_frozen_part(ranks):
+    for plain, run in ranks("frozen"):
+        assert_same(run, plain, ("losses", "weights"))
+        assert run.technique == IN_BACKWARD and run.recomputed == 3
+
+
+def test_trl(ranks):
+    for plain, run in ranks("trl_sft"):
+        assert_same(run, plain, ("losses", "norms", "weights"))
+        assert run.technique == "checkpoint by block" and run.recomputed == 3
+
+
+def test_accelerates_own_loop(ranks):
+    for (expected, _, _), (losses, (technique, recomputed), _) in ranks("accelerated"):
+        assert losses == expected and technique == WITHIN and recomputed > 0
+    (_, (*_, first)), (_, (*_, second)) = ranks("accelerated")
+    assert_first_alone_says(first, second, WITHIN)
+
+
+def test_lightning(ranks):
+    for clipped, within, plain, in_backward in ranks("lightning"):
+        assert_same(within, clipped, ("losses", "weights"))
+        assert within.technique != "as built" and within.recomputed > 0
+        assert not within.steps_in_backward
+        assert_same(in_backward, plain, ("losses", "weights"))
+        assert in_backward.steps_in_backward and in_backward.recomputed == 4
+        assert plain.losses != clipped.losses
+    (_, first, *_), (_, second, *_) = ranks("lightning")
+    assert_first_alone_says(first.said, second.said, first.technique)
+
+
+def test_lightning_resumed(ranks):
+    for whole, resumed in ranks("lightning_resumed"):
+        assert resumed.losses == whole.losses[len(whole.losses) // 2 :]
+        assert_same(resumed, whole, ("weights",))
+        assert resumed.recomputed == 4
