@@ -65,9 +65,10 @@ def fit(
 
     It predicts on fake tensors in child processes, as :func:`memory.predict`: nothing is allocated,
     and neither model, gradients nor random numbers are touched before a technique is applied. What
-    is applied is printed: the technique, the predicted peak and the cost; and whether an evaluation
-    of the batch, or a resume, would need more than the budget. Where the peak of the second step is
-    more than 2 % off the predicted one, a warning says so.
+    is applied is printed: the technique, the predicted peak, the cost and the time; whether an
+    evaluation of the batch, or a resume, would need more than the budget; and after the first steps
+    what was measured. Where the peak of the second step is more than 2 % off the predicted one, a
+    warning says so.
 
     Args:
         model: the model, on the device that it is trained on. In DistributedDataParallel, or
@@ -226,7 +227,7 @@ def fitted(
     with undone_by_errors(model):
         made = apply(
             techniques, model, optimizer, limit, chosen.peak,
-            others=found.others, spare=spare, method=method, place=place,
+            time=chosen.time, others=found.others, spare=spare, method=method, place=place,
             may_be_wrapped=may_be_wrapped, **options,
         )  # fmt: skip
         made.evaluation = evaluation
@@ -234,6 +235,7 @@ def fitted(
         made.resume = found.others + _resume_bytes(techniques, model, inside, chosen)
         if verbose and (ranks is None or torch.distributed.get_rank() == 0):
             print(made, file=sys.stdout)
+            made.tells = True
         return made
 
 

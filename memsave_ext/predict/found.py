@@ -34,6 +34,8 @@ class Fit:
     Attributes:
         name: the techniques, such as ``"checkpoint by block, Adam in backward"``.
         cost: what they cost.
+        bits: whether results keep their bits: ``"yes"``, ``"but for rounding"`` of sums in another
+            order, or ``"no"`` where states are rounded.
         peak: predicted bytes; None where they do not apply.
         at_peak: the peak by category.
         fits: whether the peak is within the budget.
@@ -43,10 +45,14 @@ class Fit:
         moved: the most bytes that lie elsewhere at a time, in the place ``offload``; not in the
             peak. None where they do not apply or nothing is moved.
         bus_seconds: about how long a step's copies there and back take, beside its arithmetic.
+        time: about how long a step takes, over the step as it is built; None where they do not
+            apply, the step as it is built was not predicted, or gradients, states or weights lie
+            elsewhere, of which it is not known how fast they are copied.
     """
 
     name: str
     cost: str
+    bits: str
     peak: int | None = None
     at_peak: dict[str, int] | None = None
     fits: bool = False
@@ -54,6 +60,12 @@ class Fit:
     reason: str = ""
     moved: int | None = None
     bus_seconds: float | None = None
+    time: float | None = None
+
+    @property
+    def times(self) -> str:
+        """The time as a text, such as ``"1.34x"``; empty where it is not known."""
+        return "" if self.time is None else f"{self.time:.2f}x"
 
 
 @dataclass(frozen=True)
@@ -110,12 +122,14 @@ class Fits:
                 "yes" if row.fits else "no" if row.peak is not None else "-",
                 "-" if row.largest_batch is None else row.largest_batch,
                 *_moved(row, moves),
+                row.times or "-",
+                "-" if row.peak is None else row.bits,
                 row.cost,
             )
             for row in self.rows
         ]
         more = ["moved", "copies take"] if moves else []
-        columns = ["technique", "peak", "fits", "largest batch", *more, "cost"]
+        columns = ["technique", "peak", "fits", "largest batch", *more, "time", "same bits", "cost"]
         title = f"{self.title()}, in a budget of {format_bytes(self.budget)}"
         print_table(title, columns, cells, file)
         print(self.verdict(), file=file)
@@ -208,10 +222,10 @@ class Fits:
             "max_grad_norm": max_grad_norm,
             "grad_scaler": grad_scaler,
         }
-        peak = None if row is None else row.peak
+        peak, time = (None, None) if row is None else (row.peak, row.time)
         return apply(
             chosen, model, optimizer, self.budget, peak,
-            others=self.others, place=self.offload, **options,
+            time=time, others=self.others, place=self.offload, **options,
         )  # fmt: skip
 
     def sentence(self, who: str) -> str:
