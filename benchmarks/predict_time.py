@@ -108,7 +108,8 @@ def main(arguments: list[str] | None = None) -> int:
     shown = []
     for name in names:
         errors = sorted(
-            (abs(row["predicted"] - row["measured"]), row) for row in rows
+            (abs(row["predicted"] - row["measured"]), row)
+            for row in rows
             if row["technique"] == name
         )
         worst = errors[-1][1]

@@ -191,7 +191,8 @@ class Applied:
         if self.technique != "as built":
             time = f"about {self.time:.2f}x" if self.time is not None else "not known"
             lines.append(
-                f"time of a step, over the one as built: {time}; results keep their bits: {self.bits}"
+                f"time of a step, over the one as built: {time}; "
+                f"results keep their bits: {self.bits}"
             )
         lines += self._elsewhere
         if self.evaluation is not None and self.evaluation > self.budget:

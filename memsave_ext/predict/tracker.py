@@ -156,7 +156,7 @@ class FakeTracker(Tracker):
 
     @property
     def seconds(self) -> float:
-        """About how long operators have run on the device, and on the CPU waited for such copies."""
+        """About how long operators have run on the device; on the CPU they waited for copies, too."""
         on_clock = self._remat and not self._counts_all
         return float(self._remat.seconds()) if on_clock else self._on_device
 
