@@ -4,12 +4,11 @@ step's, as memory.fits() shows it.
 Each model of predict.py takes its techniques in turns, in one process and one thread. Of each the
 shortest step counts, in the processor's time: what else runs on a machine can only make it longer.
 
-    python benchmarks/predict_time.py --every 1 --save benchmarks/results    # all models: an hour
+    python benchmarks/predict_time.py --every 1 --save benchmarks/results    # all: fifteen minutes
 """
 
 import argparse
 import gc
-import statistics
 import sys
 import time
 import warnings
@@ -25,6 +24,7 @@ from common import ROOT, Rows, balanced_order, machine, write_record
 from memsave_ext.predict.techniques import Techniques
 from memsave_ext.shared.table import print_table
 from predict import cases
+from tables.memory import time_errors
 
 PLAIN = Techniques()
 TECHNIQUES = (
@@ -86,10 +86,11 @@ def timed(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="only models named like this")
-    parser.add_argument("--every", type=int, default=4, help="of so many models one is taken")
-    parser.add_argument("--rounds", type=int, default=11, help="steps of each technique")
+    parser.add_argument("--every", type=int, default=7, help="of so many models one is taken")
+    parser.add_argument("--rounds", type=int, default=9, help="steps of each technique")
     parser.add_argument("--budget", type=float, default=0.7, help="of the plain step's peak")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--no-progress", action="store_true", help="has no effect: it draws no bar")
     parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -104,24 +105,8 @@ def main(arguments: list[str] | None = None) -> int:
             torch.manual_seed(0)
             for row in compare(build, options):
                 rows.append({"model": name, **row})
-    names = list(dict.fromkeys(row["technique"] for row in rows if row["measured"] != 1))
-    shown = []
-    for name in names:
-        errors = sorted(
-            (abs(row["predicted"] - row["measured"]), row)
-            for row in rows
-            if row["technique"] == name
-        )
-        worst = errors[-1][1]
-        shown.append(
-            (
-                name,
-                len(errors),
-                f"{statistics.median(error for error, _ in errors):.2f}",
-                f"{worst['model']}: {worst['predicted']:.2f}, {worst['measured']:.2f} measured",
-            )
-        )
-    print_table("", ["technique", "models", "median error", "worst"], shown)
+    columns = ["technique", "steps", "median error", "worst"]
+    print_table("", columns, time_errors(rows))
     print(write_record(options.save, "predict_time", {**record, "rows": rows}))
     return 0
 

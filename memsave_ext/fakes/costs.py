@@ -53,8 +53,8 @@ _FACTORS = {
     "cos": 3,
     "pow": 3,
 }
-# Of a card, as the maker says of an A100 and as much of it as is reached in practice: 0.8 of 2 TB/s,
-# 0.4 of 312 TFLOP/s in types of two bytes, 0.7 of 19.5 TFLOP/s in larger ones, and a launch.
+# Of a card, as the maker says of an A100, and as much of it as is reached: 0.8 of 2 TB/s, 0.4 of
+# 312 TFLOP/s in types of two bytes, 0.7 of 19.5 TFLOP/s in larger ones, and a launch.
 _CARD_PER_BYTE = 6e-13
 _CARD_PER_FLOP, _CARD_PER_LARGE_FLOP = 8e-15, 7e-14
 _CARD_PER_CALL = 5e-6
@@ -79,9 +79,9 @@ def operator_seconds(func: Any, args: Any, kwargs: Any, result: Any) -> float:
         return SECONDS_PER_CALL + count * (call + moved) + flops * _SECONDS_PER_FLOP
     tensors = _tensors(args, result)
     seconds = sum(map(nbytes, tensors)) * _SECONDS_PER_BYTE
-    flops = _flops(func, args, kwargs, result)
-    if flops is not None:
-        return SECONDS_PER_CALL + seconds + flops * _SECONDS_PER_FLOP
+    operations = _flops(func, args, kwargs, result)
+    if operations is not None:
+        return SECONDS_PER_CALL + seconds + operations * _SECONDS_PER_FLOP
     name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
     seconds *= _factor(name)
     if name.startswith("memsave_ext::adam_step") and any(t.itemsize == 1 for t in tensors):
@@ -127,10 +127,11 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
     formula = _FORMULAS.get(getattr(func, "_overloadpacket", None))
     if formula is None:
         return None
+    operations: int = 0
     # It raises where it does not know the arguments.
     with contextlib.suppress(TypeError, ValueError, AssertionError, RuntimeError):
-        return formula(*args, **kwargs, out_val=result)
-    return 0
+        operations = formula(*args, **kwargs, out_val=result)
+    return operations
 
 
 def _factor(name: str) -> int:

@@ -156,7 +156,7 @@ class FakeTracker(Tracker):
 
     @property
     def seconds(self) -> float:
-        """About how long operators have run on the device; on the CPU they waited for copies, too."""
+        """About how long operators have run on the device; on the CPU with waits for copies."""
         on_clock = self._remat and not self._counts_all
         return float(self._remat.seconds()) if on_clock else self._on_device
 
