@@ -60,9 +60,23 @@ _CARD_PER_FLOP, _CARD_PER_LARGE_FLOP = 8e-15, 7e-14
 _CARD_PER_CALL = 5e-6
 _ROUNDED = 4  # a step of this package's Adam with states of one byte, for each of its bytes
 _aten = torch.ops.aten
+
+
+def _lstm_flop(
+    x: Tensor, of_input: Tensor, of_hidden: Tensor, *_: Any, out_val: Any, **options: Any
+) -> int:
+    return int(2 * x.shape[0] * x.shape[1] * (of_input.numel() + of_hidden.numel()))
+
+
+def _lstm_backward_flop(*args: Any, **options: Any) -> int:
+    return 2 * _lstm_flop(*args, **options)
+
+
 _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+    _aten.mkldnn_rnn_layer: _lstm_flop,
+    _aten.mkldnn_rnn_layer_backward: _lstm_backward_flop,
     **flop_registry,
 }
 # Of oneDNN's convolutions, which copy into another layout and back.
