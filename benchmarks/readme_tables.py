@@ -118,6 +118,7 @@ TABLES: dict[str, Pair] = {
     "memory_account:text": (memory.account_text, lambda record: ""),
     "memory_overhead": (memory.overhead_table, memory.overhead_caption),
     "predict": (memory.predict_table, memory.predict_caption),
+    "predict_time": (memory.predict_time_table, memory.predict_time_caption),
     "distributed": (distributed_table, distributed_caption),
     "adam_modes:bytes": (modes_bytes_table, modes_bytes_caption),
     "adam_modes:time": (modes_time_table, modes_time_caption),

@@ -38,6 +38,7 @@ SECONDS = {
     "remat_budgets": 115,
     "remat_offload": 120,
     "predict": 75,
+    "predict_time": 120,
     "linear_cross_entropy": 35,
     "linear_kl": 20,
     "checkpoint_chunks": 25,

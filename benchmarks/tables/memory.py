@@ -1,5 +1,9 @@
 """The tables of the benchmarks of memory.track()."""
 
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
 from tables import TIMES, Record, machine_line, markdown
 
 MIB = 2**20
@@ -150,3 +154,41 @@ def predict_caption(record: Record) -> str:
         f"{within[5]:.0f} % within 5 %; the goal is 95 % and all. -: not predicted; the file says "
         f"why. {machine_line(record)}."
     )
+
+
+def predict_time_table(record: Record) -> str:
+    """Techniques down; how far their predicted times are off."""
+    columns = ("time over the plain step's", "models", "median error", "worst")
+    return markdown(columns, time_errors(record["rows"]))
+
+
+def predict_time_caption(record: Record) -> str:
+    rows = [row for row in record["rows"] if row["technique"] != "as built"]
+    errors = list(map(_time_error, rows))
+    within = 100 * sum(error <= 0.1 for error in errors) / len(errors)
+    return (
+        f"{len(rows)} steps at small sizes in one thread, {within:.0f} % of them within 0.1 of the "
+        "measured ratio; the processor's time of the shortest step, on a machine that ran other "
+        f"work, too. {machine_line(record)}."
+    )
+
+
+def time_errors(rows: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Returns of each technique how many steps there are, by how much the median of them is off,
+    and which of them is off most."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["technique"] != "as built":
+            by_name.setdefault(row["technique"], []).append(row)
+    found = []
+    for name, of_name in by_name.items():
+        worst = max(of_name, key=_time_error)
+        told = f"{worst['model']}: {worst['predicted']:.2f}x, measured {worst['measured']:.2f}x"
+        found.append(
+            (name, len(of_name), f"{statistics.median(map(_time_error, of_name)):.2f}", told)
+        )
+    return found
+
+
+def _time_error(row: dict[str, Any]) -> float:
+    return float(abs(row["predicted"] - row["measured"]))

@@ -470,6 +470,7 @@ void bind(py::module_& m) {
            })
       .def("ran", &Fakes::ran)
       .def("copying", &Fakes::copying)
+      .def("seconds", &Fakes::seconds)
       .def("take_step", &take_step)
       .def("knows_steps", [](const Fakes& fakes) { return fakes.steps()->any(); });
   py::class_<store::Store, std::shared_ptr<store::Store>>(m, "RematStore")

@@ -36,7 +36,8 @@ class Costs(NamedTuple):
     """What the kernel of an operator takes."""
 
     bytes: int  # that it makes and frees itself
-    seconds: float  # about
+    seconds: float  # about, for plans
+    on_device: float  # about, on the device that is predicted
 
 
 class _Known(NamedTuple):

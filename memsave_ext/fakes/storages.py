@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from ..shared.tensors import rounded
 from . import formulas, kernels, workspaces
-from .costs import SECONDS_PER_CALL, operator_seconds
+from .costs import SECONDS_PER_CALL, operator_seconds, seconds_on_card
 from .repeats import Costs, Repeats
 from .values import Values, with_values
 
@@ -44,7 +44,7 @@ class Storages(TorchDispatchMode):
     Args:
         allocated: called with the number and the size of new memory.
         freed: called with its number.
-        ran: called with about how long an operator would run.
+        ran: called with about how long an operator would run, for plans, and on the device.
         device: the device that is predicted. What kernels make and free themselves is known on the
             CPU alone; on CUDA sizes are rounded up as its caching allocator does.
 
@@ -56,7 +56,7 @@ class Storages(TorchDispatchMode):
         self,
         allocated: Callable[[int, int], None],
         freed: Callable[[int], None],
-        ran: Callable[[float], None],
+        ran: Callable[[float, float], None],
         device: torch.device,
     ) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Storages(TorchDispatchMode):
         if (view := self.repeats.view(func, args, kwargs)) is not None:
             for tensor in (view,) if isinstance(view, FakeTensor) else view:
                 self.memory(tensor)
-            self._ran(SECONDS_PER_CALL)
+            self._ran(SECONDS_PER_CALL, SECONDS_PER_CALL if self._on_cpu else 0.0)
             return view
         if (namespace := getattr(func, "namespace", None)) in _COLLECTIVES:
             if self.collective is None:
@@ -119,9 +119,12 @@ class Storages(TorchDispatchMode):
             result = with_values(func, args, kwargs, result)
             made = [leaf for leaf in tree_iter(result) if isinstance(leaf, FakeTensor)]
             made.extend(kernels.parts_of(result))
+            call_of = func, args, kwargs, result
+            seconds = operator_seconds(*call_of)
             costs = Costs(
-                workspaces.workspace_bytes(func, args, kwargs, result) if self._on_cpu else 0,
-                operator_seconds(func, args, kwargs, result),
+                workspaces.workspace_bytes(*call_of) if self._on_cpu else 0,
+                seconds,
+                seconds if self._on_cpu else seconds_on_card(*call_of),
             )
             if call:
                 call.remember(args, result, costs)
@@ -130,7 +133,7 @@ class Storages(TorchDispatchMode):
         if costs.bytes:
             self._allocated(WORKSPACE, rounded(costs.bytes, self._device))
             self._freed(WORKSPACE)
-        self._ran(costs.seconds)
+        self._ran(costs.seconds, costs.on_device)
         self._values.follow(func, args, kwargs, result)
         return result
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import statistics
+import sys
+import time as clock
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -24,12 +27,13 @@ from ..memory.hooks import Hooks, Names, with_step_hooks
 from ..remat.offload import Offload
 from ..shared.dtensor import is_dtensor
 from ..shared.modules import Modules, is_compiled
-from ..shared.table import format_bytes
+from ..shared.table import format_bytes, format_seconds
 from .ranks import is_wrapped
 from .techniques import Techniques, place_elsewhere, warn_of_means
 
 _TOLERANCE = 0.02  # of the predicted peak
 _MOST_EVENTS = 100_000  # only the peak is asked for
+_TIMED = 5  # steps
 _WRAPPERS = (DistributedDataParallel, nn.DataParallel)
 _TWICE = (
     "the model is wrapped twice: DistributedDataParallel is around {}, and gradients would be "
@@ -60,6 +64,9 @@ class Applied:
             steps in backward.
         technique: what was applied, such as ``"checkpoint by block, optimizer in backward"``.
         cost: what it costs.
+        bits: whether results keep their bits, as :attr:`Fit.bits`.
+        time: the predicted time of a step over that of the step as it is built, as
+            :attr:`Fit.time`; None where one of them was not predicted.
         steps_in_backward: whether the optimizer steps in backward.
         budget: bytes.
         predicted: the predicted peak in bytes; None where this technique was not predicted.
@@ -72,6 +79,8 @@ class Applied:
         measured: the peak in bytes of the second step, which is the first that has all states, or
             with remat without a budget of the third; None until then, without an optimizer or with
             one that wraps another, and in pure Python.
+        seconds: the median time from one step's end to the next, of the five steps after that one;
+            None until then, and without an optimizer whose steps are heard of.
     """
 
     def __init__(
@@ -83,6 +92,7 @@ class Applied:
         predicted: int | None,
         *,
         remat_budget: int | None = None,
+        time: float | None = None,
         others: int = 0,
         spare: int = 0,
         method: str = "forward",
@@ -100,7 +110,8 @@ class Applied:
         Where it raises, :func:`applied_to` has it, and ``undo()`` takes back what was done.
         """
         self.model, self.optimizer = model, optimizer
-        self.technique, self.cost, self.budget = technique.name, technique.cost, budget
+        self.technique, self.cost, self.bits = technique.told
+        self.budget, self.time = budget, time
         self.steps_in_backward = technique.steps_in_backward
         self._has_hooks = technique.steps_in_backward or technique.gradients_elsewhere
         self._elsewhere: list[str] = []  # what lies there, and where
@@ -110,6 +121,8 @@ class Applied:
         self.of_ranks: dict[int, tuple[int, int]] = {}
         self.warns = True  # of several processes one does
         self.measured: int | None = None
+        self.seconds: float | None = None
+        self.tells = False  # whether to print what was measured
         condition = options.pop("accumulate_when", None)
         in_backward: Any = optimizer if technique.steps_in_backward else None
         given = {n: v for n, v in options.items() if v is not None} if in_backward else {}
@@ -142,11 +155,13 @@ class Applied:
         # On a CPU the second step's tracker hears neither of what FSDP2 gathers nor of the buckets
         # that DistributedDataParallel had before.
         is_heard = not is_wrapped(model) or next(model.parameters()).is_cuda
-        if tells_steps and predicted is not None and _parts.native("memory") and is_heard:
+        if tells_steps and predicted is not None:
             assert optimizer is not None
             # From its third step on remat without a budget follows a plan.
             number = 3 if technique.remat else 2
-            self._undo.callback(_Peak(model, optimizer, number, self._compare).close)
+            compare = self._compare if _parts.native("memory") and is_heard else None
+            steps = _FirstSteps(model, optimizer, number, compare, self._timed)
+            self._undo.callback(steps.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model has the technique, and nothing that could undo it."""
@@ -208,6 +223,12 @@ class Applied:
                 f"rank {rank} has the least left: predicted peak {format_bytes(most)}, budget "
                 f"{format_bytes(budget)}"
             )
+        if self.technique != "as built":
+            time = f"about {self.time:.2f}x" if self.time is not None else "not known"
+            lines.append(
+                f"time of a step, over the one as built: {time}; "
+                f"results keep their bits: {self.bits}"
+            )
         lines += self._elsewhere
         if self.evaluation is not None and self.evaluation > self.budget:
             lines.append(
@@ -220,6 +241,19 @@ class Applied:
                 "budget: use torch.load(path, map_location='cpu', mmap=True)"
             )
         return "\n".join(f"fit: {line}" for line in lines)
+
+    def _timed(self, seconds: float) -> None:
+        self.seconds = seconds
+        if not self.tells:
+            return
+        peak = "" if self.measured is None else f", peak {format_bytes(self.measured)}"
+        text = f"fit: measured: {format_seconds(seconds)} a step{peak}"
+        if self.time is not None and self.technique != "as built":
+            text += (
+                f"; as built a step would take about {format_seconds(seconds / self.time)}, by the "
+                "predicted times"
+            )
+        print(text, file=sys.stdout)
 
     def _compare(self, measured: int) -> None:
         if next(self.model.parameters()).device.type == "cpu":
@@ -392,21 +426,30 @@ def applied_to(model: object) -> Applied | None:
     return found
 
 
-class _Peak:
-    """Follows the memory of one of an optimizer's steps, and tells its peak.
+class _FirstSteps:
+    """Follows the memory of one of an optimizer's steps, and tells its peak; then the time of some
+    more.
 
     It begins and ends where ``step()`` does. Gradients that there are where it begins are about to
     be freed, most often, and count until then.
 
     Args:
         number: which step; the first is 1.
-        tell: is called with the peak.
+        tell: is called with the peak; None: no memory is followed.
+        timed: is called with the median seconds of the steps that come next.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, number: int, tell: Callable[[int], None]
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        number: int,
+        tell: Callable[[int], None] | None,
+        timed: Callable[[float], None],
     ) -> None:
         self._model, self._number, self._tell = weakref.ref(model), number, tell
+        self._timed = timed
+        self._ended: list[float] = []  # when steps did
         self._steps = 0
         self._tracker: Any = None
         self._old: list[weakref.ref[torch.Tensor]] = []  # gradients of the step before
@@ -415,14 +458,20 @@ class _Peak:
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         self._steps += 1
         model = self._model()
-        if self._steps == self._number - 1 and model is not None:
+        if self._steps == self._number - 1 and model is not None and self._tell is not None:
             # A profiler that runs, or another allocator, is in the way: nothing is measured.
             with suppress(RuntimeError):
                 self._begin(model, optimizer)
         elif self._steps == self._number:
             tracker = self._stop()
-            if tracker is not None:
+            if tracker is not None and self._tell is not None:
                 self._tell(int(tracker.peak))
+        if self._steps >= self._number:
+            self._ended.append(clock.perf_counter())
+        if len(self._ended) > _TIMED:
+            self._hook.remove()
+            times = zip(self._ended, self._ended[1:], strict=False)
+            self._timed(statistics.median(end - begin for begin, end in times))
 
     def _begin(self, model: nn.Module, optimizer: Optimizer) -> None:
         parameter = next(model.parameters(), torch.empty(0))

@@ -167,7 +167,7 @@ class _Meter:
         self.changes: list[tuple[Slot | None, int]] = []
         self._known: dict[int, tuple[Slot | None, int]] = {}
         device = torch.device("cpu")
-        self.storages = Storages(self._allocated, self._freed, lambda _: None, device)
+        self.storages = Storages(self._allocated, self._freed, lambda *_: None, device)
 
     def _allocated(self, number: int, size: int) -> None:
         if number == WORKSPACE:

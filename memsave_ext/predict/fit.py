@@ -67,9 +67,10 @@ def fit(
 
     It predicts on fake tensors in child processes, as :func:`memory.predict`: nothing is allocated,
     and neither model, gradients nor random numbers are touched before a technique is applied. What
-    is applied is printed: the technique, the predicted peak and the cost; and whether an evaluation
-    of the batch, or a resume, would need more than the budget. Where the peak of the second step is
-    more than 2 % off the predicted one, a warning says so.
+    is applied is printed: the technique, the predicted peak, the cost and the time; whether an
+    evaluation of the batch, or a resume, would need more than the budget; and after the first steps
+    what was measured. Where the peak of the second step is more than 2 % off the predicted one, a
+    warning says so.
 
     Args:
         model: the model, on the device that it is trained on. In DistributedDataParallel, or
@@ -246,8 +247,8 @@ def fitted(
                 )  # fmt: skip
         made = apply(
             techniques, model, optimizer, limit, chosen.peak,
-            remat_budget=chosen.remat_budget, others=found.others, spare=spare, method=method,
-            place=place, may_be_wrapped=True, **options,
+            time=chosen.time, remat_budget=chosen.remat_budget, others=found.others, spare=spare,
+            method=method, place=place, may_be_wrapped=True, **options,
         )  # fmt: skip
         made.evaluation = evaluation
         made.may_be_less |= is_largest
@@ -259,6 +260,7 @@ def fitted(
             )
         if verbose and warns:
             print(made, file=sys.stdout)
+            made.tells = True
         return made
 
 

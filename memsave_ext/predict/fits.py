@@ -186,7 +186,7 @@ def search(
         for techniques in among:
             shown.begin(techniques.name)
             if refused and techniques.steps_in_backward:
-                row = Fit(techniques.name, techniques.cost, reason=refused)
+                row = Fit(*techniques.told, reason=refused)
                 rows.append(row)
             else:
                 row = add(techniques)
@@ -245,6 +245,7 @@ class _Predictions:
 
     Attributes:
         others: the bytes that other models take, as far as they are known.
+        as_built: seconds that the step takes as it is built; 0 where that was not predicted.
     """
 
     def __init__(
@@ -261,7 +262,7 @@ class _Predictions:
         ranks: Ranks | None = None,
     ) -> None:
         self._build, self._budget, self._device = build, budget, device
-        self.others = others
+        self.others, self.as_built = others, 0.0
         self._method, self._place, self._timeout = method, place, timeout
         self._batch, self._ranks = batch, ranks
         self._waiting = list(order)
@@ -372,6 +373,8 @@ def _row(
     try:
         step = predictions.first(techniques)
         peak, needed, largest = predictions.peak(step), predictions.needed(step), None
+        if techniques == ALL[0]:
+            predictions.as_built = step.seconds
         if batch is not None:
             straight = not techniques.within_budget
             largest = _largest(
@@ -382,13 +385,16 @@ def _row(
         if techniques == ALL[0]:
             raise
         if isinstance(error, NothingToClip):
-            return Fit(techniques.name, techniques.cost, reason=_NOTHING_TO_CLIP), _Top([], [])
-        return Fit(techniques.name, techniques.cost, reason=_reason(error)), _Top([], [])
+            return Fit(*techniques.told, reason=_NOTHING_TO_CLIP), _Top([], [])
+        return Fit(*techniques.told, reason=_reason(error)), _Top([], [])
+    # A disk, or the bus to gradients and states, is not asked how fast it is.
+    is_known = predictions.as_built and not techniques.keeps_elsewhere
     row = Fit(
-        techniques.name, techniques.cost, peak, step.at_peak, needed <= budget, largest,
+        *techniques.told, peak, step.at_peak, needed <= budget, largest,
         moved=step.most_moved or None, bus_seconds=step.bus_seconds or None,
         reserved=None if step.reserved is None else needed,
         remat_budget=predictions.remat_budget(techniques),
+        time=step.seconds / predictions.as_built if is_known else None,
     )  # fmt: skip
     return row, _Top(step.top(3), step.remedies())
 

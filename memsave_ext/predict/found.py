@@ -35,6 +35,8 @@ class Fit:
     Attributes:
         name: the techniques, such as ``"checkpoint by block, Adam in backward"``.
         cost: what they cost.
+        bits: whether results keep their bits: ``"yes"``, ``"but for rounding"`` of sums in another
+            order, or ``"no"`` where states are rounded.
         peak: predicted bytes; None where they do not apply.
         at_peak: the peak by category.
         fits: whether the peak, on CUDA what is reserved, is within the budget.
@@ -48,10 +50,14 @@ class Fit:
             None on a CPU, and where they do not apply.
         remat_budget: the bytes that ``remat`` has to keep to, of allocated memory, for what is
             reserved to be within the budget; None where that is the budget.
+        time: about how long a step takes, over the step as it is built; None where they do not
+            apply, the step as it is built was not predicted, or gradients, states or weights lie
+            elsewhere, of which it is not known how fast they are copied.
     """
 
     name: str
     cost: str
+    bits: str
     peak: int | None = None
     at_peak: dict[str, int] | None = None
     fits: bool = False
@@ -61,11 +67,17 @@ class Fit:
     bus_seconds: float | None = None
     reserved: int | None = None
     remat_budget: int | None = None
+    time: float | None = None
 
     @property
     def needed(self) -> int | None:
         """What has to be within the budget."""
         return self.peak if self.reserved is None else self.reserved
+
+    @property
+    def times(self) -> str:
+        """The time as a text, such as ``"1.34x"``; empty where it is not known."""
+        return "" if self.time is None else f"{self.time:.2f}x"
 
 
 @dataclass(frozen=True)
@@ -128,12 +140,15 @@ class Fits:
                 "yes" if row.fits else "no" if row.peak is not None else "-",
                 "-" if row.largest_batch is None else row.largest_batch,
                 *_moved(row, moves),
+                row.times or "-",
+                "-" if row.peak is None else row.bits,
                 row.cost,
             )
             for row in self.rows
         ]
         more = ["moved", "copies take"] if moves else []
         reserved = ["reserved"] if reserves else []
+        more = [*more, "time", "same bits"]
         columns = ["technique", "peak", *reserved, "fits", "largest batch", *more, "cost"]
         title = f"{self.title()}, in a budget of {format_bytes(self.budget)}"
         print_table(title, columns, cells, file)
@@ -226,10 +241,10 @@ class Fits:
                 check_same(meeting, {"technique": chosen.name})
                 if self.devices != len(meeting.ranks):
                     row = None  # of a step that is wrapped otherwise
-            peak, remat_budget = (None, None) if row is None else (row.peak, row.remat_budget)
+            row = row or Fit(*chosen.told)
             made = apply(
-                chosen, model, optimizer, self.budget, peak, remat_budget=remat_budget,
-                others=self.others, place=self.offload, may_be_wrapped=True,
+                chosen, model, optimizer, self.budget, row.peak, remat_budget=row.remat_budget,
+                time=row.time, others=self.others, place=self.offload, may_be_wrapped=True,
                 accumulate_when=accumulate_when, max_grad_norm=max_grad_norm,
                 grad_scaler=grad_scaler,
             )  # fmt: skip

@@ -24,6 +24,7 @@ class _Row(Protocol):
     fits: bool
     largest_batch: int | None
     moved: int | None
+    times: str
     reason: str
 
 
@@ -68,4 +69,5 @@ def _beside(row: _Row) -> str:
     batch = "" if row.largest_batch is None else f"; batch {row.largest_batch}"
     cost = "nothing" if row.cost == "none" else row.cost
     moved = "" if row.moved is None else f"; {format_bytes(row.moved)} elsewhere"
-    return f"{'fits' if row.fits else 'does not fit'}{batch}; costs {cost}{moved}"
+    time = row.times and f"; {row.times} the time"
+    return f"{'fits' if row.fits else 'does not fit'}{batch}; costs {cost}{time}{moved}"

@@ -42,6 +42,7 @@ class Told(NamedTuple):
     live: int
     peak: int
     bus_seconds: float
+    seconds: float
     others: int
     reserved: tuple[int, ...]  # by default, and with expandable segments; none of a CPU
     names: list[str]  # of tensors
@@ -75,6 +76,8 @@ class PredictedStep(Reported):
     Attributes:
         bus_seconds: how long copies take of what ``offload`` moves in the step, out and back; they
             run beside the step's arithmetic.
+        seconds: about how long the step takes, by a rough estimate of each operator's time: to be
+            compared with another step's, as a ratio. See :attr:`Fit.time`.
         others: bytes of the peak that are other models': of what the step reads that is neither
             the model's nor the optimizer's and lived before, as a teacher's parameters.
         reserved: the most bytes that CUDA's caching allocator reserves from the first step on, in
@@ -91,7 +94,8 @@ class PredictedStep(Reported):
         modules.names, modules.layers = told.modules, told.layers
         names.texts = told.names
         super().__init__(_Recorded(told), device, modules, names)
-        self.bus_seconds, self.others = told.bus_seconds, told.others
+        self.bus_seconds, self.seconds = told.bus_seconds, told.seconds
+        self.others = told.others
         self.reserved_expandable: int | None = None
         if told.reserved:
             default, self.reserved_expandable = told.reserved
@@ -316,10 +320,10 @@ def _told(
         others = [*others, *_of_other_models(tracker.storages.reached.values())]
         if ranks is not None:
             others += ranks.buckets()
-        bus_seconds = tracker.follow(model, made, modules, names, instead or step, others)
+        times = tracker.follow(model, made, modules, names, instead or step, others)
     record = tracker.record()
     more = modules.names, modules.layers, tracker.storages.repeats.learned()
-    of_step = tracker.live, tracker.peak, bus_seconds, tracker.others, tracker.reserved
+    of_step = tracker.live, tracker.peak, *times, tracker.others, tracker.reserved
     return Told(record, *of_step, names.texts, *more)
 
 

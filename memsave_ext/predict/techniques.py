@@ -93,6 +93,20 @@ class Techniques:
         return ", ".join(costs) or "none"
 
     @property
+    def told(self) -> tuple[str, str, str]:
+        """What a row says of them."""
+        return self.name, self.cost, self.bits
+
+    @property
+    def bits(self) -> str:
+        """Whether results keep their bits."""
+        if self.state_dtype is not None:
+            return "no"
+        # In exact arithmetic they are the same: sums are in another order, and this package's Adam
+        # rounds elsewhere than torch's does.
+        return "but for rounding" if self.loss_head or self.adam_in_backward else "yes"
+
+    @property
     def changes_forward(self) -> bool:
         """Whether a forward of the step may need less than one of an evaluation, which as built
         keeps less."""
@@ -102,6 +116,10 @@ class Techniques:
     def steps_in_backward(self) -> bool:
         changes = self.optimizer_in_backward or self.adam_in_backward
         return changes and not self.gradients_elsewhere
+
+    @property
+    def keeps_elsewhere(self) -> bool:
+        return self.gradients_elsewhere or self.states_elsewhere or self.weights_elsewhere
 
     def for_loops_that_clip(self) -> Techniques | None:
         """Returns these techniques with gradients elsewhere in place of a step in backward; None

@@ -57,6 +57,7 @@ class FakeTracker(Tracker):
         self._thread = threading.get_ident()
         self._clock = itertools.count()
         self._moved = 0  # bytes that lie elsewhere
+        self._on_device = 0.0  # seconds that operators ran there
         self.others = 0  # bytes of other models
         # Native remat counts the bytes and seconds of the step, too.
         self._remat: Any = (native := _parts.native("remat")) and native.RematFakes(
@@ -106,8 +107,9 @@ class FakeTracker(Tracker):
         names: Names,
         step: Callable[[], object],
         others: Iterable[Tensor] = (),
-    ) -> float:
-        """Records a step. Returns how long its copies take of what is moved elsewhere and back.
+    ) -> tuple[float, float]:
+        """Records a step. Returns how long its copies take of what is moved elsewhere and back, and
+        about how long it takes itself.
 
         Args:
             others: what counts beside model and optimizer; :attr:`others` says how many bytes.
@@ -122,12 +124,15 @@ class FakeTracker(Tracker):
                 self._note(FOUND, *memory)
         self.others = self._log.total - before
         self._note(BEGIN_TRACKING)  # now that all that lived before is labelled
-        copying = self.copying
+        copying, seconds = self.copying, self.seconds
         with hooks.install():
             step()
         self._running = False
         self._note(END_TRACKING)
-        return self.copying - copying
+        copying = self.copying - copying
+        # The plans' clock, by which copies are waited for, is none of a card; those of one way take
+        # half of the time there.
+        return copying, max(self.seconds - seconds, copying / 2)
 
     def listen(self) -> None:
         """Hears of operators, and when recomputes begin and end, for good."""
@@ -169,7 +174,14 @@ class FakeTracker(Tracker):
         """Seconds that copies have taken of what was moved elsewhere and back."""
         return float(self._remat.copying()) if self._remat else 0.0
 
-    def _ran(self, seconds: float) -> None:
+    @property
+    def seconds(self) -> float:
+        """About how long operators have run on the device; on the CPU with waits for copies."""
+        on_clock = self._remat and not self._counts_all
+        return float(self._remat.seconds()) if on_clock else self._on_device
+
+    def _ran(self, seconds: float, on_device: float) -> None:
+        self._on_device += on_device
         if self._remat:
             self._remat.ran(seconds)
 

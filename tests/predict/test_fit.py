@@ -7,6 +7,7 @@ import pickle
 import random
 import sys
 import tempfile
+import time
 import warnings
 import weakref
 from collections import UserDict
@@ -21,11 +22,12 @@ from torch import nn
 import memsave_ext as ms
 from memsave_ext.predict import techniques
 from memsave_ext.predict.techniques import ALL
+from memsave_ext.shared.table import format_seconds
 from memsave_ext.store.folder import is_in_memory
 from memsave_ext.store.mapped import is_mapped
 
 NATIVE = ms._native.available
-EXACT = [t for t in ALL if not t.adam_in_backward and not t.loss_head]
+EXACT = [t for t in ALL if t.bits == "yes"]
 OURS = [t for t in ALL if t.adam_in_backward and not t.loss_head and not t.offload]
 GB = "1GB"
 
@@ -182,18 +184,54 @@ def test_the_cheapest_that_fits_is_applied_and_said(capsys):
     assert fitted.technique != "as built" and fitted.predicted <= budget == fitted.budget
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"fit: {fitted.technique}"
-    assert "predicted peak" in lines[1] and len(lines) == 3
+    assert "predicted peak" in lines[1] and len(lines) == 4
+    assert f"about {fitted.time:.2f}x; results keep their bits: yes" in lines[3]
     loop.run(2)
     assert not NATIVE or fitted.measured <= 1.02 * budget
 
 
 def assert_unchanged_but_for_the_measure(loop):
     hooks = loop.optimizer._optimizer_step_post_hooks
-    assert len(hooks) == (1 if NATIVE else 0)
+    assert len(hooks) == 1
     kept = dict(hooks)
     hooks.clear()
     assert_unchanged(loop)
     hooks.update(kept)
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_the_time_of_the_first_steps_is_told(capsys, verbose):
+    loop = Loop()
+    fitted = loop.fit("checkpoint by block", verbose=verbose)
+    assert fitted.time is None and fitted.bits == "yes"  # the plain step was not predicted
+    loop.run(6)
+    assert fitted.seconds is None and "measured" not in capsys.readouterr().out
+    begin = time.perf_counter()
+    loop.run(1)
+    assert 0 < fitted.seconds < 60 * (time.perf_counter() - begin)
+    out = capsys.readouterr().out
+    assert out.count("fit: measured: ") == verbose
+    assert not verbose or format_seconds(fitted.seconds) in out
+    assert not loop.optimizer._optimizer_step_post_hooks
+    loop.run(3)
+    assert not capsys.readouterr().out
+    fitted.undo()
+
+
+def test_the_step_as_built_is_told_of_the_predicted_ratio(capsys):
+    loop = Loop()
+
+    def build():
+        made = Loop()
+        return made.model, made.optimizer, lambda: made.run(1)
+
+    found = ms.memory.fits(build, GB, device="cpu", every=True)
+    fitted = found.apply(loop.model, loop.optimizer, "checkpoint by block")
+    assert fitted.time == {row.name: row.time for row in found.rows}["checkpoint by block"] > 1
+    fitted.tells = True
+    loop.run(7)
+    as_built = format_seconds(fitted.seconds / fitted.time)
+    assert f"as built a step would take about {as_built}" in capsys.readouterr().out
 
 
 @pytest.mark.once

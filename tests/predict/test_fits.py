@@ -12,7 +12,7 @@ from torch import nn
 import memsave_ext as ms
 from memsave_ext.memory.__main__ import main
 from memsave_ext.predict import picture
-from memsave_ext.predict.techniques import blocks_of
+from memsave_ext.predict.techniques import Techniques, blocks_of
 
 
 def net():
@@ -206,6 +206,80 @@ def test_budgets():
         ms.memory.fits(build, 1, batch=0)
 
 
+def test_times_are_over_the_step_as_built(large):
+    times = {name: row.time for name, row in rows(large).items()}
+    assert times["as built"] == 1
+    applied = {name for name, row in rows(large).items() if row.peak is not None}
+    assert applied == {name for name, time in times.items() if time is not None}
+    assert times["checkpoint by block, Adam in backward"] < times["checkpoint by block"]
+    head = large.report().partition("as built")[0]
+    assert "time" in head and "bits" in head and "1.00x" in large.report()
+    document = large.to_json()["rows"][0]
+    assert (document["time"], document["bits"]) == (1.0, "yes")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_checkpointed_step_takes_one_more_forward(device):
+    """Most of it is products of matrices: eight in forward, fifteen in backward, as the first
+    layer's input needs no gradient."""
+
+    def wide():
+        blocks = [
+            nn.Sequential(nn.Linear(256, 1024), nn.Linear(1024, 256), nn.ReLU()) for _ in range(4)
+        ]
+        model, x = nn.Sequential(*blocks), torch.randn(4096, 256)
+
+        def step():
+            model(x).square().mean().backward()
+            model.zero_grad()
+
+        return model, None, step
+
+    plain = ms.memory.predict(wide, device=device).seconds
+    again = ms.memory.predict(Techniques(checkpoint=True).applied(wide), device=device).seconds
+    assert again / plain == pytest.approx(1 + 8 / 23, abs=0.05)
+
+
+@pytest.mark.skipif(not ms._native.available, reason="remat is native")
+def test_less_memory_takes_more_time():
+    peak = ms.memory.predict(build).peak
+    name = "remat within the budget"
+    times = [
+        rows(every(build, int(share * peak), device="cpu"))[name].time for share in (1.0, 0.9, 0.8)
+    ]
+    assert times == sorted(times) and times[-1] > times[0] + 0.01
+
+
+def test_a_step_of_no_operators_has_no_time():
+    found = ms.memory.fits(lambda: (nn.Linear(1, 1), None, lambda: None), "1GB", every=True)
+    assert {row.time for row in found.rows} == {None}
+    assert found.rows[0].times == "" and found.report()
+
+
+@pytest.mark.parametrize("groups", [1, 4, 16])
+def test_convolutions_take_three_in_a_step(groups):
+    """Whose backward takes two; torch's formula has more of groups."""
+
+    def of(passes):
+        def build():
+            x = torch.randn(64, 16, 64, 64, requires_grad=passes == 3)
+            grad = torch.randn(64, 16, 64, 64)
+            conv = nn.Conv2d(16, 16, 3, groups=groups, padding=1, bias=False)
+
+            def step():
+                y = conv(x)
+                if passes > 1:
+                    y.backward(grad)
+                    x.grad = conv.weight.grad = None
+
+            return conv, None, step
+
+        return ms.memory.predict(build).seconds
+
+    one, two, three = map(of, (1, 2, 3))
+    assert two / one == pytest.approx(2, abs=0.05) and three / one == pytest.approx(3, abs=0.05)
+
+
 def test_the_command_line(capsys):
     where = f"{__name__}:of_batch"
     assert main(["fits", where, "--budget", "1GB", "--batch", "8"]) == 0
@@ -213,6 +287,7 @@ def test_the_command_line(capsys):
     assert main(["fits", where, "--budget", "1KB", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["cheapest"] is None and document["budget"] == 1000
+    assert document["rows"][0]["time"] == 1
     batches = [row["largest_batch"] for row in document["rows"] if not row["reason"]]
     assert batches == [0] * (14 if ms._native.available else 11)
     assert main(["fits", where, "--budget", "much"]) == 2
