@@ -96,7 +96,8 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 def ahead_of(module: nn.Module) -> Ahead:
-    return _of_modules.setdefault(module, Ahead())
+    found = _of_modules.get(module)
+    return _of_modules.setdefault(module, Ahead()) if found is None else found
 
 
 def _signature(
@@ -115,12 +116,12 @@ def _described(value: Any) -> Any:
         strides = value.stride() if layout is torch.strided and not is_nested else None
         shape = None if is_nested else tuple(value.shape)
         return shape, strides, value.dtype, layout, value.requires_grad
-    if isinstance(value, Mapping):
-        return type(value), tuple((str(key), _described(item)) for key, item in value.items())
     if isinstance(value, (tuple, list)):
         return type(value), tuple(map(_described, value))
     if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, (dict, Mapping)):  # nearly all are dictionaries: the other asks in Python
+        return type(value), tuple([(str(key), _described(item)) for key, item in value.items()])
     leaves = tree_leaves(value)  # of a class that pytrees know
     is_leaf = len(leaves) == 1 and leaves[0] is value
     return type(value) if is_leaf else (type(value), tuple(map(_described, leaves)))
