@@ -47,6 +47,8 @@ class Program(nn.Module):
                 y = F.gelu(torch.cat([y, y[:3]]))[: len(y)]
             elif change == "writes":
                 y = F.gelu(y).clone().mul_(1.5).add_(self.scale)
+            elif change == "a factory":  # calls others that are seen
+                y = F.gelu(y) * torch.ops.aten.ones([1, 1])
             elif change == "reads another":
                 y = F.gelu(x)
             elif change == "no gradients":
@@ -72,7 +74,7 @@ class Program(nn.Module):
 
 VARIANTS = [
     "another operator", "one more", "one less", "another order", "other sizes", "writes",
-    "reads another", "no gradients", "a region", "a block", "another thread",
+    "a factory", "reads another", "no gradients", "a region", "a block", "another thread",
 ]  # fmt: skip
 
 
