@@ -68,6 +68,7 @@ struct TraceOperator {
   uint64_t key = 0;   // a hash of its name and of its arguments' types and sizes
   int32_t call = -1;  // its position among the calls; -1: it has none
   int32_t saves = 0;  // how many tensors autograd had saved when it began
+  int32_t inner = 0;  // of a factory: how many operators it called that are not among these
 };
 
 // What one step of a block did, as numbers: the planner's input, which outlives the block.

@@ -457,7 +457,11 @@ std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& f
   if (is_below && !op->any_writes && !op->is_torch_batch_norm) return nullptr;
   Block* block = active();
   if (block == nullptr) return nullptr;
-  if (!block->running_.empty() && block->running_.back()->is_of_factory()) return nullptr;
+  if (!block->running_.empty() && block->running_.back()->is_of_factory()) {
+    if (block->step_) block->step_->inner_began();
+    return nullptr;
+  }
+  if (!block->sees_results_ && block->step_->passes_inner()) return nullptr;
   if (!block->sees_results_ && !block->step_->has_script()) {  // it was left
     block->watch(true);
     return nullptr;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "memory/cpu_allocator.h"
+#include "remat/content.h"
 
 namespace memsave_ext::remat {
 
@@ -25,6 +26,7 @@ void Count::start() {
   survivors_ = {};
   older_.clear();
   earlier_ = std::exchange(blocks_, {});
+  blocks_.reserve(earlier_.size());  // as much is counted in every step
   if (counts_all_) {
     for (const auto& [ptr, block] : earlier_) {
       if (block.mark != kFromBefore) survivors_.bytes[block.mark] += block.size;
@@ -72,10 +74,18 @@ Count::Bytes Count::ask() const {
   return {bytes.current, bytes.peak};
 }
 
+void Count::add(const std::vector<at::Tensor>& tensors, bool are_gradients) {
+  if (!is_reported()) return;
+  memory::TrackingLock lock;
+  for (const auto& tensor : tensors) {
+    if (is_plain(tensor)) add(tensor.storage(), are_gradients);
+  }
+}
+
+// The caller holds the lock.
 void Count::add(const c10::Storage& storage, bool is_gradient) {
   void* ptr = address_of(*storage.unsafeGetStorageImpl());
-  if (!is_reported() || storage.device() != device_ || ptr == nullptr) return;
-  memory::TrackingLock lock;
+  if (storage.device() != device_ || ptr == nullptr) return;
   const auto size = static_cast<int64_t>(storage.nbytes());
   const auto earlier = earlier_.find(ptr);
   const bool survived = earlier != earlier_.end() && earlier->second.mark != kFromBefore;

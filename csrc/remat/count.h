@@ -39,7 +39,7 @@ class Count final : public memory::Listener {
   void unwatch(Peak& peak);
 
   // Counts memory from before, each storage once.
-  void add(const c10::Storage& storage, bool is_gradient = false);
+  void add(const std::vector<at::Tensor>& tensors, bool are_gradients);
   // Subtracts memory of add() that has been freed since without a report.
   void look();
   // Whether the memory lies in some that was allocated since start(). Looks through all that lives.
@@ -97,6 +97,7 @@ class Count final : public memory::Listener {
   // What the caching allocator says. Not while the tracking mutex is held: it takes its own lock,
   // whose holder may be waiting for this mutex, to report.
   Bytes ask() const;
+  void add(const c10::Storage& storage, bool is_gradient);
   void set_live(int64_t live);
   void raise_peaks(int64_t bytes);
 

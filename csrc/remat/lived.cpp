@@ -6,9 +6,21 @@
 namespace memsave_ext::remat {
 namespace {
 
+// Dictionaries of attributes are looked up by identity where the name is interned, as theirs are.
+pybind11::handle interned(const char* name) { return PyUnicode_InternFromString(name); }
+
 class Walk {
  public:
-  explicit Walk(const pybind11::list& states) : states_(states) {}
+  explicit Walk(const pybind11::list& states) : states_(states) {
+    parts_.reserve(parts_before);
+    seen_.reserve(seen_before);
+  }
+  ~Walk() {
+    parts_before = parts_.size();
+    seen_before = seen_.size();
+  }
+  Walk(const Walk&) = delete;
+  Walk& operator=(const Walk&) = delete;
 
   // These return false where there is something else than they know.
   bool module(PyObject* part) {
@@ -17,7 +29,7 @@ class Walk {
     if (dict == nullptr || *dict == nullptr || PyDict_GetItem(*dict, former_.ptr()) != nullptr) {
       return false;
     }
-    const auto each = [&](const pybind11::str& name, const auto& visit) {
+    const auto each = [&](pybind11::handle name, const auto& visit) {
       PyObject* values = PyDict_GetItem(*dict, name.ptr());
       if (values == nullptr || !PyDict_Check(values)) return false;
       PyObject *key = nullptr, *value = nullptr;
@@ -69,9 +81,15 @@ class Walk {
     return true;
   }
 
+  // For good, as modules are.
+  static inline const pybind11::handle former_ = interned("_former_parameters"),
+                                       parameters_ = interned("_parameters"),
+                                       buffers_ = interned("_buffers"),
+                                       modules_ = interned("_modules");
+  // How many there were last time: in every step as many, and sets that grow take most of a walk.
+  static inline thread_local size_t parts_before = 0, seen_before = 0;
+
   const pybind11::list& states_;
-  const pybind11::str former_{"_former_parameters"}, parameters_{"_parameters"},
-      buffers_{"_buffers"}, modules_{"_modules"};
   Lived found_;
   ska::flat_hash_set<const PyObject*> parts_, seen_;
 };

@@ -56,11 +56,8 @@ void Step::count(const std::vector<at::Tensor>& tensors, const std::vector<at::T
                  int64_t missing) {
   const std::lock_guard<Lock> lock(mutex_);
   const int64_t before = shared_->count.before();
-  for (const bool are_gradients : {false, true}) {
-    for (const auto& tensor : are_gradients ? gradients : tensors) {
-      if (is_plain(tensor)) shared_->count.add(tensor.storage(), are_gradients);
-    }
-  }
+  shared_->count.add(tensors, false);
+  shared_->count.add(gradients, true);
   missing_ += missing;
   if (keys_.empty()) return;
   if (script_) leave_script();
@@ -140,7 +137,13 @@ bool Step::must_record(const Operator& op, c10::ArrayRef<const c10::IValue> inpu
     return true;
   }
   // What a factory calls is not seen, and so it has to be known that one runs.
+  inner_ = operators[position].inner;
   return script_->recorded[position] || op.is_factory;
+}
+
+void Step::inner_began() {
+  const std::lock_guard<Lock> lock(mutex_);
+  if (!finished_ && !script_ && !trace_.operators.empty()) ++trace_.operators.back().inner;
 }
 
 bool Step::must_pack() {
@@ -194,7 +197,7 @@ void Step::forget() {
   curve_.clear();
   verdicts_.clear();
   hash_ = 0;
-  saves_ = 0;
+  saves_ = inner_ = 0;
   trace_ = {};
 }
 

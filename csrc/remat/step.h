@@ -71,6 +71,11 @@ class Step {
   // must_record() says. What it asks and changes is this thread's: no lock is taken.
   bool has_script() const { return script_ != nullptr; }
   bool all_pass() const { return script_->all_pass; }
+  // An operator is called by the factory that began last, and is none of the step's.
+  void inner_began();
+  // With a script by which all pass, whether the operator that begins is one of these: the end of a
+  // factory that passes is not heard of.
+  bool passes_inner() { return inner_ > 0 && inner_-- > 0; }
   // Called for each operator, with a script. Leaves it where the operator is another one, or has
   // arguments of other types or sizes, or follows on another number of saved tensors.
   bool must_record(const Operator& op, c10::ArrayRef<const c10::IValue> inputs);
@@ -210,6 +215,7 @@ class Step {
   std::shared_ptr<const plan::Script> script_;  // null: everything is written down
   int32_t operators_ = 0;                       // that came until now, with a script
   int32_t saves_ = 0;                           // tensors that were saved until now
+  int32_t inner_ = 0;                           // operators that a factory has still to call
   bool has_left_ = false;                       // the script: nothing is known of its beginning
   int64_t bytes_;            // of the budget, see limit(); 0 where a share is not known yet
   int64_t before_ = 0;       // counted bytes that lived before

@@ -33,7 +33,7 @@ def is_own(optimizer: Optimizer) -> bool:
 
 def alive_optimizers() -> list[Optimizer]:
     """Returns all of this package's optimizers."""
-    return list(_alive)
+    return list(_alive) if len(_alive) else []  # to look through a WeakSet takes 3 microseconds
 
 
 def optimizers_of(params: Iterable[Tensor]) -> list[Optimizer]:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import DataParallel, functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
@@ -30,6 +31,7 @@ from ..fakes.storages import Storages
 from ..shared.budgets import Budget
 from ..shared.dtensor import is_dtensor
 from .budget import LivedBefore
+from .functions import tell
 from .recorder import make_recorder
 
 SECONDS = 10.0  # that a run may take, and for each parameter
@@ -53,11 +55,13 @@ class Ahead:
         kwargs: dict[str, Any],
         device: torch.device,
         forward: Forward,
+        pure: tuple[type[Function], ...] = (),
         seconds: float = SECONDS,
     ) -> str | None:
         """Plans a step with such arguments, unless one is known. Returns why it cannot.
 
-        ``seconds``: how long it may run, besides what its parameters take.
+        ``pure``: Functions that are declared to be. ``seconds``: how long it may run, besides what
+        its parameters take.
         """
         native: Any = _parts.native("remat")
         signature = _signature(module, args, kwargs, device)
@@ -72,7 +76,8 @@ class Ahead:
                         for shape, step in steps
                         if isinstance(step, int) and native.remat_knows(device, step)
                     }
-                known = _run(module, args, kwargs, device, forward, seconds)
+                with tell(pure) or nullcontext():
+                    known = _run(module, args, kwargs, device, forward, seconds)
                 self._steps[signature] = known
         return known if isinstance(known, str) else None
 
@@ -91,7 +96,8 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 def ahead_of(module: nn.Module) -> Ahead:
-    return _of_modules.setdefault(module, Ahead())
+    found = _of_modules.get(module)
+    return _of_modules.setdefault(module, Ahead()) if found is None else found
 
 
 def _signature(
@@ -106,15 +112,16 @@ def _signature(
 
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
-        strides = value.stride() if value.layout is torch.strided and not value.is_nested else None
-        shape = tuple(value.shape) if not value.is_nested else None
-        return shape, strides, value.dtype, value.layout, value.requires_grad
-    if isinstance(value, Mapping):
-        return type(value), tuple((str(key), _described(item)) for key, item in value.items())
+        layout, is_nested = value.layout, value.is_nested
+        strides = value.stride() if layout is torch.strided and not is_nested else None
+        shape = None if is_nested else tuple(value.shape)
+        return shape, strides, value.dtype, layout, value.requires_grad
     if isinstance(value, (tuple, list)):
         return type(value), tuple(map(_described, value))
     if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, (dict, Mapping)):  # nearly all are dictionaries: the other asks in Python
+        return type(value), tuple([(str(key), _described(item)) for key, item in value.items()])
     leaves = tree_leaves(value)  # of a class that pytrees know
     is_leaf = len(leaves) == 1 and leaves[0] is value
     return type(value) if is_leaf else (type(value), tuple(map(_described, leaves)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, TextIO
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..fakes.mode import predicts
+from ..shared.budgets import Budget
 from ..shared.modules import Modules
 from ..shared.table import Text, as_text, format_bytes, format_seconds
 from .ahead import SECONDS, ahead_of
@@ -24,6 +25,7 @@ from .budget import (
     bytes_of_device,
     check_ahead,
     check_arguments,
+    check_support,
     device_of,
 )
 from .figures import PLANNED, RematFigures, make_figures, write_moves, write_report
@@ -133,7 +135,6 @@ class remat:  # noqa: N801, a context manager is used like a function
         offload_limit: int | str | None = None,
         ahead: bool | float = True,
         pure: Sequence[type[Function]] = (),
-        _counted: nn.Module | None = None,
         _everything: bool | None = False,
     ) -> None:
         if model is not None and not isinstance(model, nn.Module):
@@ -142,17 +143,48 @@ class remat:  # noqa: N801, a context manager is used like a function
             )
         within = check_arguments(budget, optimizer, strict, retry)
         check_ahead(ahead)
-        self._pure = check_pure("remat", pure)
-        counted = model if _counted is None else _counted
-        device = device_of(counted)
+        functions = check_pure("remat", pure)
         has_budget = within is not None or bool(_everything)
-        offload = check_offload(offload, offload_limit, has_budget, device)
-        self._modules = Modules(model)
+        offload = check_offload(offload, offload_limit, has_budget, device_of(model))
+        self._prepare(
+            model, model, within, optimizer, strict, retry, offload, offload_limit, ahead,
+            functions, _everything,
+        )  # fmt: skip
+
+    @classmethod
+    def _of_checked(cls, counted: nn.Module, by_module: bool, **options: Any) -> remat:
+        """Returns a block for one of many forwards of a module, whose options were checked once:
+        these take as long as all else. What may have changed since is looked at again."""
+        check_support(options["budget"])
+        block = cls.__new__(cls)
+        block._prepare(counted if by_module else None, counted, **options)
+        return block
+
+    def _prepare(
+        self,
+        model: nn.Module | None,
+        counted: nn.Module | None,
+        budget: Budget | None,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
+        strict: bool,
+        retry: bool,
+        offload: Offload | None,
+        offload_limit: int | str | None,
+        ahead: bool | float,
+        pure: tuple[type[Function], ...],
+        everything: bool | None,
+    ) -> None:
+        """``counted``: the model whose memory counts, also where reports do not show it."""
+        device = device_of(counted)
+        if offload is not None:
+            check_offload(offload, offload_limit, True, device)  # the model may have been moved
+        self._modules = Modules(model, with_layers=False)
         self._recorder = make_recorder(
-            _everything, within, strict, device, store_of(offload, device),
+            everything, budget, strict, device, store_of(offload, device),
             most_moved(offload_limit),
         )  # fmt: skip
-        self._within = None if isinstance(self._recorder, NoRecorder) else within
+        self._within = None if isinstance(self._recorder, NoRecorder) else budget
+        self._pure = pure
         self._before: LivedBefore | None = None
         if self._within is not None and not isinstance(self._recorder, NoRecorder):
             self._before = LivedBefore(self._recorder, counted, optimizer)
@@ -230,8 +262,8 @@ class remat:  # noqa: N801, a context manager is used like a function
             return
         seconds = SECONDS if self._ahead is True else self._ahead
         plan = ahead_of(known_as).plan
-        with tell(self._pure) or nullcontext():
-            self._measured = plan(module, args, kwargs, self._device, forward, seconds) or ""
+        why_not = plan(module, args, kwargs, self._device, forward, self._pure, seconds)
+        self._measured = why_not or ""
 
     def __exit__(
         self,
@@ -372,7 +404,8 @@ class remat:  # noqa: N801, a context manager is used like a function
             return partial(recorder.enter_module, number), recorder.leave_module
 
         if not isinstance(recorder, NoRecorder):
-            self._modules.watch(stack, watchers)
+            if self._modules.parents:
+                self._modules.watch(stack, watchers)
             if telling := tell(self._pure):
                 stack.enter_context(telling)
 

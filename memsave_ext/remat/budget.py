@@ -75,6 +75,14 @@ def check_arguments(
                 )
         return None
     read = read_budget("remat", budget, shares=True)
+    check_support(read)
+    return read
+
+
+def check_support(budget: Budget | None) -> None:
+    """Raises RuntimeError where there is a budget, and nothing counts what is allocated."""
+    if budget is None:
+        return
     if torch.cuda.is_initialized():
         check_counts("remat: budget", torch.device("cuda"))
     if _parts.native("remat") is None:
@@ -82,7 +90,6 @@ def check_arguments(
             "remat: a budget needs the native part of memsave_ext, which is not in use here "
             f"({_parts.why_not('remat')}). Without a budget, remat keeps everything there."
         )
-    return read
 
 
 def check_ahead(ahead: object) -> None:
@@ -100,12 +107,23 @@ def check_ahead(ahead: object) -> None:
 
 def device_of(model: nn.Module | None) -> torch.device:
     """Returns the device whose memory counts: the model's, or CUDA's present one if it is used."""
-    for part in model.modules() if model is not None else ():
-        for param in _parameters_of(part):
-            return param.device
+    first = None if model is None else _first_parameter(model)
+    if first is not None:
+        return first.device
     if model is None and torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _first_parameter(module: nn.Module) -> Tensor | None:
+    """In the order of ``Module.parameters()``, which takes four times as long."""
+    for param in _parameters_of(module):
+        return param
+    for part in module._modules.values():
+        found = None if part is None else _first_parameter(part)
+        if found is not None:
+            return found
+    return None
 
 
 def _parameters_of(part: nn.Module) -> list[Tensor]:

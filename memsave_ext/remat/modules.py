@@ -31,27 +31,15 @@ class _RematForward(ForwardInPlace):
         # What torch.jit.trace notes runs elsewhere.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._is_tracing():
             return self.function(module)(module, *args, **kwargs)
-        model = module if self.options["by_module"] else None
-        names = (
-            "budget",
-            "optimizer",
-            "strict",
-            "retry",
-            "offload",
-            "offload_limit",
-            "ahead",
-            "pure",
-        )
-        options = {name: self.options[name] for name in names}
-        options |= {"_counted": module, "_everything": self.options["everything"]}
-        block = remat(model, **options)
+        function = self.function(module)
+        block = remat._of_checked(module, **self.options)
         # What DistributedDataParallel does before its module is not the same in its second step.
         if not isinstance(module, DistributedDataParallel):
             known_as = module if self.origin is None else self.origin.module
-            block._plan_ahead(module, self.function(module), args, kwargs, known_as)
+            block._plan_ahead(module, function, args, kwargs, known_as)
         with block:
             (self.origin or self).last = block
-            return self.function(module)(module, *args, **kwargs)
+            return function(module, *args, **kwargs)
 
     def replicate(self) -> nn.Module:
         replica = super().replicate()

@@ -90,7 +90,7 @@ def _tell_of_cpu() -> None:
         "remat: offload='cpu' moves activations from a CUDA device to the host's memory. This step "
         "is on the CPU, where nothing is moved; offload=FOLDER moves activations to files.",
         UserWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
 
 

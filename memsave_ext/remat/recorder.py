@@ -185,7 +185,7 @@ def make_recorder(
 
 
 def _warn(reason: str) -> None:
-    warnings.warn(f"remat keeps everything: {reason}", UserWarning, stacklevel=4)
+    warnings.warn(f"remat keeps everything: {reason}", UserWarning, stacklevel=5)
 
 
 _warn_once = functools.cache(_warn)
