@@ -14,7 +14,7 @@ from ..remat.recorder import unrecorded
 from . import head
 from .chunks import BLOCK, Settings, shape_of_chunk
 from .reference import Found, Options, check, reference
-from .vocabulary import is_sharded, local_rows, local_tokens, vocabulary_of
+from .vocabulary import is_sharded, local_rows, local_tokens, refuse_dtensors, vocabulary_of
 
 _REDUCTIONS = "mean", "sum", "none"
 _DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -162,6 +162,9 @@ def _loss_of(
         input, low = local_tokens(linear_weight, **{"input": input, "low_rank[0]": low})
         rows = {"linear_bias": linear_bias, "low_rank[1]": low_weight}
         linear_weight, linear_bias, low_weight = local_rows(linear_weight, **rows)
+    else:
+        refuse_dtensors(input=input, linear_weight=linear_weight, linear_bias=linear_bias)
+        refuse_dtensors(target=target, weight=weight, low_rank=low)
     tensors = (input, linear_weight, linear_bias, target, weight)
     is_chunked = _is_chunked(*tensors, low, low_weight, loss_options, has_probabilities, classes)
     if vocabulary is not None:

@@ -25,6 +25,7 @@ from .function import (
 )
 from .log_probs import check_temperature, scaled
 from .reference import Options
+from .vocabulary import refuse_dtensors
 
 _TENSORS = 8  # of a chunk's logits at once: of both heads, and what becomes of them
 
@@ -90,6 +91,7 @@ def linear_kl(
             allowed = tuple(linear_weight.shape[:1])
             raise ValueError(f"{name} must have shape {allowed}, got {tuple(bias.shape)}")
         layer[name] = bias
+    refuse_dtensors(**of_student, **of_teacher)
     _check_places(of_student, of_teacher)
     if not (isinstance(beta, (int, float)) and 0 <= beta <= 1):
         raise ValueError(f"beta must be a number from 0 to 1, got {beta!r}")

@@ -69,6 +69,17 @@ def is_sharded(weight: Any) -> bool:
     return is_dtensor(weight) and any(p.is_shard(0) for p in weight.placements)
 
 
+def refuse_dtensors(**tensors: Any) -> None:
+    """Raises ValueError where one that is not None is a DTensor."""
+    for name, tensor in tensors.items():
+        if tensor is not None and is_dtensor(tensor):
+            raise ValueError(
+                f"{name} must be a plain tensor, got a DTensor with {tuple(tensor.placements)}. "
+                "linear_cross_entropy and linear_log_probs take DTensors where linear_weight is "
+                "one with Shard(0), sharded over its classes"
+            )
+
+
 def replicated(tensor: Any) -> Any:
     """Returns a DTensor whose local part is the whole, gathered where it was sharded; a tensor that
     is no DTensor as it is."""

@@ -181,7 +181,7 @@ def as_json(
 
     - ``format``: ``"memsave_ext.memory.track"``; ``version``: 1, which changes when a key changes
       its meaning; ``memsave_ext``, ``torch``: versions; ``device``.
-    - ``live``, ``peak``; ``reserved``, null where no allocator was simulated;
+    - ``live``, ``peak``; ``reserved``, where an allocator was simulated;
       ``at_peak``: bytes by category, which sum to ``peak``; ``peak_phase``,
       ``peak_step``, ``peak_time``: when the peak was.
     - ``steps``: ``index``, ``seconds`` and ``peak`` of each.
@@ -209,7 +209,7 @@ def as_json(
         "device": str(track.device),
         "live": track.live,
         "peak": track.peak,
-        "reserved": track.reserved,
+        **({} if track.reserved is None else {"reserved": track.reserved}),
         "at_peak": {category: at_peak[category] for category in CATEGORIES},
         "peak_phase": track.peak_phase,
         "peak_step": track.peak_step,

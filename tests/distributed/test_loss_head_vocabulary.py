@@ -230,11 +230,20 @@ def refusals():
         "reduction": {"reduction": "max"},
         "targets": {"target": (target + rank).clamp(0, 599)},
         "out of bounds": {"target": target + 600},
+        "columns": {"linear_weight": distribute_tensor(leaves["linear_weight"], mesh_, [Shard(1)])},
+        "plain weight": {
+            "linear_weight": leaves["linear_weight"],
+            "input": distribute_tensor(leaves["input"], mesh_, [Replicate()]),
+        },
     }.items():
         try:
             ms.linear_cross_entropy(**{**given, **change})
         except (ValueError, IndexError) as error:
             said[name] = str(error)
+    try:
+        ms.linear_kl(leaves["input"], w, leaves["input"], leaves["linear_weight"])
+    except ValueError as error:
+        said["kl"] = str(error)
     x = leaves["input"].requires_grad_()
     loss = ms.linear_cross_entropy(x, w, target)
     try:
@@ -302,6 +311,9 @@ def test_wrong_use_has_a_sentence(results):
         "reduction": "reduction 'max'",
         "targets": "which must all have the same tokens",
         "out of bounds": "is out of bounds",
+        "columns": "linear_weight must be a plain tensor, got a DTensor with (Shard(dim=1),)",
+        "plain weight": "input must be a plain tensor, got a DTensor",
+        "kl": "linear_weight must be a plain tensor, got a DTensor",
         "create_graph": "no double backward",
     }
     for rank in results["refusals"]:

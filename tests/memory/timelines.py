@@ -72,6 +72,7 @@ def track_of(line, tensors=(), regions=(), steps=()):
     largest = sorted(tensors, key=lambda tensor: -tensor.bytes)
     return SimpleNamespace(
         timed=True,
+        reserved=None,
         timeline=line,
         device=torch.device("cpu"),
         live=int(total[-1]),
