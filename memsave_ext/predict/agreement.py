@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,20 @@ from .ranks import is_wrapped
 
 if dist.is_available():
     from torch.distributed import distributed_c10d
-if TYPE_CHECKING:
-    from .found import Fits
 
 _LOOK = 0.1  # the longest time, in seconds, between two looks for what others tell
+
+
+class _Found(Protocol):
+    """What :class:`Fits` has for :func:`agreed`, whose file imports this one."""
+
+    @property
+    def cheapest(self) -> Any: ...
+
+    def sentence(self, who: str) -> str: ...
+
+
+Found = TypeVar("Found", bound=_Found)
 
 
 class Meeting:
@@ -211,10 +221,10 @@ def check_same(meeting: Meeting, settings: Mapping[str, Any]) -> None:
 
 def agreed(
     meeting: Meeting,
-    first: Callable[[], Fits],
+    first: Callable[[], Found],
     names: Sequence[str],
-    only: Callable[[str], Fits],
-) -> Fits:
+    only: Callable[[str], Found],
+) -> Found:
     """Returns what this process found of the cheapest technique that fits in every process.
 
     All processes call it. They tell each other what fits, once where all have found the same.
