@@ -197,7 +197,9 @@ def _step_on_fakes(
     native part knows of it then, and what was learned of operators."""
     native: Any = _parts.native("remat")
     told = native.RematFakes(fake_of, lambda _: None, False)
-    storages = Storages(told.allocated, told.freed, told.ran, torch.device(device.type))
+    storages = Storages(
+        told.allocated, told.freed, lambda seconds, _: told.ran(seconds), torch.device(device.type)
+    )
     if collectives is not None:
         collectives.stay()
         storages.collective = collectives.run
