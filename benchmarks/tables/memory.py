@@ -185,7 +185,7 @@ def time_errors(rows: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
         worst = max(of_name, key=_time_error)
         told = f"{worst['model']}: {worst['predicted']:.2f}x, measured {worst['measured']:.2f}x"
         found.append(
-            (name, len(of_name), f"{statistics.median(map(_time_error, of_name)):.2f}", told)
+            (name, str(len(of_name)), f"{statistics.median(map(_time_error, of_name)):.2f}", told)
         )
     return found
 
