@@ -1,4 +1,4 @@
-"""Every benchmark but real_limit.py and predict_time.py, which take long, with a progress bar over all of them.
+"""Every benchmark but real_limit.py and predict_time.py, which take long, with a progress bar.
 
     python benchmarks/run_all.py                              # results to benchmarks/out
     python benchmarks/run_all.py --save benchmarks/results    # to be committed
