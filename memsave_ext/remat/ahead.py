@@ -190,7 +190,11 @@ def _step_on_fakes(
     native part knows of it then, and what was learned of operators."""
     native: Any = _parts.native("remat")
     told = native.RematFakes(fake_of, lambda _: None, False)
-    storages = Storages(told.allocated, told.freed, told.ran, torch.device(device.type))
+
+    def ran(seconds: float, _: float) -> None:
+        told.ran(seconds)
+
+    storages = Storages(told.allocated, told.freed, ran, torch.device(device.type))
     if collectives is not None:
         collectives.stay()
         storages.collective = collectives.run
