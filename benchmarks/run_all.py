@@ -1,4 +1,4 @@
-"""Every benchmark but real_limit.py, which takes an hour, with a progress bar over all of them.
+"""Every benchmark but real_limit.py and predict_time.py, which take long, with a progress bar.
 
     python benchmarks/run_all.py                              # results to benchmarks/out
     python benchmarks/run_all.py --save benchmarks/results    # to be committed
@@ -38,7 +38,6 @@ SECONDS = {
     "remat_budgets": 115,
     "remat_offload": 120,
     "predict": 75,
-    "predict_time": 120,
     "linear_cross_entropy": 35,
     "linear_kl": 20,
     "checkpoint_chunks": 25,
