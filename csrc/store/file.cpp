@@ -336,8 +336,8 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
     source_.reset();
     into_.reset();
     shared_->file.give_back(offset_, bytes_);
+    memory::report_moved(device_, -bytes_);  // before others take the room
     shared_->room.give_back(bytes_);
-    memory::report_moved(device_, -bytes_);
   }
 
   // Frees what is copied where its storage has let go of it meanwhile.
