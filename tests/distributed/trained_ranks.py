@@ -23,12 +23,17 @@ from memsave_ext.store.kept import FileKeeper
 LIBRARIES = ["transformers", "transformers.trainer", "accelerate", "lightning.pytorch", "trl"]
 LIBRARIES += ["trl.trainer.sft_trainer", "tokenizers", "datasets"]
 KINDS = ("ddp", "fsdp2")
-BUDGET = {"ddp": "4.5MB", "fsdp2": "4MB"}  # three quarters of what the steps of GPT-2 below take
+BUDGET = {"ddp": "4.5MB", "fsdp2": "5MB"}  # less than the steps of GPT-2 below take
 WITHIN = "remat within the budget" if ms._native.available else "checkpoint by block"
 IN_BACKWARD = "checkpoint by block, optimizer in backward"
+# On CPUs accelerate cannot save whole weights of FSDP2, without Fit neither.
 FSDP2 = {
     "fsdp": True,
-    "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]},
+    "fsdp_config": {
+        "version": 2,
+        "transformer_layer_cls_to_wrap": ["GPT2Block"],
+        "state_dict_type": "SHARDED_STATE_DICT",
+    },
 }
 
 
@@ -203,7 +208,8 @@ class Interrupts:
 
 
 def raising(kind):
-    """A step that raises on all ranks, after which a backward steps nothing."""
+    """A step that raises on all ranks, after which a backward steps nothing: under
+    DistributedDataParallel it is an error, since what it reduces cannot be put aside."""
     callback = fit(technique=IN_BACKWARD)
     with told():
         trainer = trainer_of(kind, callback, callbacks=[Interrupts()])
@@ -211,9 +217,13 @@ def raising(kind):
             trainer.train()
     before = whole(trainer.model.parameters())
     ids = torch.ones(1, 4, dtype=torch.long)
-    trainer.model_wrapped(input_ids=ids, labels=ids).loss.backward()
+    said = ""
+    try:
+        trainer.model_wrapped(input_ids=ids, labels=ids).loss.backward()
+    except RuntimeError as error:
+        said = str(error)
     same = map(torch.equal, whole(trainer.model.parameters()), before)
-    return all(same), all(p.grad is not None for p in trainer.model.parameters())
+    return all(same), said
 
 
 def sft(kind, fit=None, **options):
@@ -305,7 +315,7 @@ def lightning(kind):
     lightning_fit = ms.integrations.lightning.Fit
     options = {"accumulate_grad_batches": 2, "val_check_interval": 2}
     clipped = {"gradient_clip_val": 0.1, **options}
-    budget = {"ddp": "450KB", "fsdp2": "285KB"}[kind]  # of 487 and 305
+    budget = {"ddp": "410KB", "fsdp2": "285KB"}[kind]  # of 487 and 305
     return (
         lightning_run(kind, **clipped),
         lightning_run(kind, lightning_fit(budget), **clipped),
@@ -327,7 +337,7 @@ def accelerated(kind):
     """accelerate's own loop, which accumulates and clips."""
     accelerate = library("accelerate")
     found = []
-    for budget in (None, {"ddp": "4.5MB", "fsdp2": "5MB"}[kind]):
+    for budget in (None, BUDGET[kind]):
         accelerate_anew()
         plugin = accelerate.FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
