@@ -180,11 +180,11 @@ def test_another_number_of_processes_goes_on(runs):
 def test_what_fits_every_process_is_applied_and_another_number_goes_on(runs):
     output, epochs = runs["fits"]
     assert "fit: nothing is changed" not in output and "fit: predicted peak" in output
-    assert re.search(r"^fit: rank [01] has the least left: predicted peak", output, re.MULTILINE)
+    assert re.search(r"^fit: rank \d has the least left: predicted peak", output, re.MULTILINE)
     assert [number for number, _, _ in epochs] == [1]
     output, later = runs["fits by three"]
     assert "3 processes: from epoch 2" in output and "fit: predicted peak" in output
-    assert "fit: nothing is changed" not in output and "has the least left" not in output
+    assert "fit: nothing is changed" not in output
     assert [number for number, _, _ in later] == [2] and later[0][1] < epochs[0][1]
 
 
