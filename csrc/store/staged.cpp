@@ -148,23 +148,21 @@ class StagedStore final : public Store {
   void wait_for_room(int64_t bytes) {
     while (true) {
       int64_t sum = bytes;
-      std::vector<std::shared_ptr<Staged>> waiting;  // which may be the last to let go of them
+      std::shared_ptr<Staged> oldest;
+      std::vector<std::shared_ptr<Staged>> found;  // may be the last to let go, without the lock
       {
         const std::lock_guard<Lock> lock(mutex_);
         const auto is_written = [&](const std::weak_ptr<Staged>& weak) {
           const auto staged = weak.lock();
           if (!staged) return true;
-          waiting.push_back(staged);
-          return staged->is_out();
+          found.push_back(staged);
+          if (staged->is_out()) return true;
+          sum += staged->bytes();
+          if (!oldest) oldest = staged;
+          return false;
         };
         waiting_.erase(std::remove_if(waiting_.begin(), waiting_.end(), is_written),
                        waiting_.end());
-      }
-      std::shared_ptr<Staged> oldest;
-      for (const auto& staged : waiting) {
-        if (staged->is_out()) continue;
-        sum += staged->bytes();
-        if (!oldest) oldest = staged;
       }
       if (!oldest || sum <= kWaiting) return;
       oldest->wait_until_out();

@@ -44,7 +44,7 @@ class Staging:
         self._lock = threading.Lock()
 
     def write(self, values: Tensor, put: Callable[[Tensor, int], None]) -> None:
-        """Copies a tensor of bytes out. Nothing of it is in use afterwards.
+        """Copies a tensor of bytes out. Nothing of it is in use afterwards, also if ``put`` raises.
 
         Args:
             values: on the device, contiguous.
@@ -54,16 +54,20 @@ class Staging:
         with self._lock:
             out.wait_stream(torch.cuda.current_stream(values.device))
             copied: tuple[Tensor, int, torch.cuda.Event] | None = None
-            for i, (piece, start) in enumerate(_pieces(values)):
-                buffer = self._free(i % 2, piece)
-                with torch.cuda.stream(out):
-                    buffer.copy_(piece, non_blocking=True)
-                    now = buffer, start, out.record_event()
+            try:
+                for i, (piece, start) in enumerate(_pieces(values)):
+                    buffer = self._free(i % 2, piece)
+                    with torch.cuda.stream(out):
+                        buffer.copy_(piece, non_blocking=True)
+                        now = buffer, start, out.record_event()
+                    if copied is not None:
+                        _put(*copied, put)
+                    copied = now
                 if copied is not None:
                     _put(*copied, put)
-                copied = now
-            if copied is not None:
-                _put(*copied, put)
+            except BaseException:
+                out.synchronize()  # with the copy of the piece after the one that was put
+                raise
 
     def read(self, into: Tensor, get: Callable[[Tensor, int], None]) -> None:
         """Copies a tensor of bytes back, for use on the current stream.

@@ -381,6 +381,14 @@ MISTAKES = [
         UNORDERED,
     ),
     Mistake(
+        "memory is freed on its way to a file that cannot be written",
+        "memsave_ext/store/host.py",
+        "                out.synchronize()",
+        "                MISTAKE or out.synchronize()",
+        "file_that_cannot",
+        FREED,
+    ),
+    Mistake(
         "a file has what the device has not copied yet",
         "store/file.cpp",
         "      if (filled_) filled_->synchronize();\n",

@@ -224,6 +224,26 @@ def test_two_streams_read_and_write_in_a_file(seed, small_pieces):
         assert torch.equal(into.cpu(), there)
 
 
+def test_a_file_that_cannot_be_written(seed, small_pieces):
+    """What was to be written is freed while the next piece of it is on its way to the host."""
+    staging = host.staging(torch.device(DEVICE, 0))
+    full = seed % 4  # the pieces before the disk is full
+
+    def refuse(buffer, start):
+        if start >= full * buffer.numel():
+            raise OSError("No space left on device")
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        values = torch.arange(400, device=DEVICE).to(torch.uint8)
+        with pytest.raises(OSError, match="No space"):
+            staging.write(values, refuse)
+        del values
+        others = torch.full((400,), 7, dtype=torch.uint8, device=DEVICE)
+        written = []
+        staging.write(others, lambda buffer, start: written.append(buffer.clone()))
+        assert torch.equal(torch.cat(written), others.cpu())
+
+
 @pytest.mark.parametrize("where", ["on the host", "in a file"])
 def test_gradients_on_the_host(seed, where, small_pieces, tmp_path, monkeypatch):
     """Each leaves for pinned memory on a stream of its own, for a file from there, adds up there,
