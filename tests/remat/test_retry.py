@@ -313,7 +313,9 @@ def step_in_backward():
         return [p.detach() for p in model.parameters()]
 
     expected = train(0, 0.0)
-    for seed in range(40):
+    for seed in range(400):  # as many as it takes: what is cheap to drop is measured
+        if seed >= 40 and counts["given"] > 10:
+            break
         try:
             actual = train(seed, 0.1, retry=True, **OPTIONS[seed % 4])
         except RuntimeError as error:
