@@ -40,9 +40,15 @@ class Costs(NamedTuple):
     on_device: float  # about, on the device that is predicted
 
 
+class _Same(NamedTuple):
+    """A result that is a number, or none."""
+
+    value: int | None
+
+
 class _Known(NamedTuple):
     # A position among the arguments stands for that argument, which an operator changed in place.
-    results: list[_New | int | None]
+    results: list[_New | _Same | int]
     sequence: Any  # the class that holds them, None for a single one
     costs: Costs
 
@@ -118,17 +124,17 @@ class Call:
                 made.append(_made(result, mode))
                 results.append(made[-1])
             else:
-                results.append(None if result is None else args[result])
+                results.append(result.value if isinstance(result, _Same) else args[result])
         whole = known.sequence(results) if known.sequence else results[0]
         return whole, made, known.costs
 
     def remember(self, args: tuple[Any, ...], result: Any, costs: Costs) -> None:
         several = type(result) if type(result) in (tuple, list) else None
         storages = {t.untyped_storage()._cdata for t in tree_iter(args) if type(t) is FakeTensor}
-        results: list[_New | int | None] = []
+        results: list[_New | _Same | int] = []
         for part in result if several else (result,):
-            if part is None:
-                results.append(None)
+            if part is None or type(part) is int:
+                results.append(_Same(part))
                 continue
             place = next((i for i, arg in enumerate(args) if arg is part), None)
             if place is None and (not _is_new(part) or part.untyped_storage()._cdata in storages):
@@ -167,10 +173,14 @@ def _is_fitting(func: Any) -> bool:
         or "lift" in func.name()
         or "resize" in func.name()
         or "set_" in func.name()
-        or torch._C._dispatch_has_kernel_for_dispatch_key(
-            func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
-        )
+        # Of others: it may return a view. Some have a kernel of the CPU besides (silu_backward).
+        or (_has_kernel(func, "CompositeImplicitAutograd") and not _has_kernel(func, "CPU"))
     )
+
+
+def _has_kernel(func: Any, key: str) -> bool:
+    keys = torch._C.DispatchKey
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), getattr(keys, key))
 
 
 def _describe(values: Any, key: list[Any]) -> bool:
