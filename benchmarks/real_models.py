@@ -24,6 +24,8 @@ class Shape:
     tokens: int
     parameters: int
     dtype: torch.dtype = torch.float32
+    key_value_heads: int = 0  # of a Llama, and the width within its MLPs
+    inner: int = 0
 
     @property
     def is_bfloat16(self) -> bool:
@@ -32,19 +34,24 @@ class Shape:
     @property
     def largest(self) -> int:
         """Numbers of the largest parameter."""
-        return max(self.vocabulary * self.width, 4 * self.width**2)
+        return max(self.vocabulary * self.width, (self.inner or 4 * self.width) * self.width)
 
 
 SHAPES = {
     "GPT-2 tiny": Shape("gpt2", 2, 64, 2, 50257, 1, 512, 3_382_080),
     "ViT tiny": Shape("vit", 2, 64, 2, 1000, 4, 197, 226_984),
-    "Llama tiny": Shape("llama", 2, 64, 2, 32000, 1, 512, 4_188_480, torch.bfloat16),
+    "Llama tiny": Shape("llama", 2, 64, 2, 32000, 1, 512, 4_188_480, torch.bfloat16, 1, 176),
     "GPT-2 124 M": Shape("gpt2", 12, 768, 12, 50257, 4, 512, 124_439_808),
     "GPT-2 355 M": Shape("gpt2", 24, 1024, 16, 50257, 1, 512, 354_823_168),
     "GPT-2 774 M": Shape("gpt2", 36, 1280, 20, 50257, 1, 512, 774_030_080),
     "GPT-2 1.5 B": Shape("gpt2", 48, 1600, 25, 50257, 1, 256, 1_557_611_200),
     "ViT-L/16": Shape("vit", 24, 1024, 16, 1000, 4, 197, 304_326_632),
-    "Llama 1.1 B": Shape("llama", 22, 2048, 32, 32000, 1, 512, 1_100_048_384, torch.bfloat16),
+    "Llama 1.1 B": Shape(
+        "llama", 22, 2048, 32, 32000, 1, 512, 1_100_048_384, torch.bfloat16, 4, 5632
+    ),
+    "Llama 7 B": Shape(
+        "llama", 32, 4096, 32, 32000, 1, 128, 6_738_415_616, torch.bfloat16, 32, 11008
+    ),
 }
 TINY = tuple(name for name in SHAPES if name.endswith("tiny"))
 

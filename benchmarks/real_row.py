@@ -59,8 +59,8 @@ def _language_model(shape: Shape) -> nn.Module:
         return transformers.GPT2LMHeadModel(config)
     config = transformers.LlamaConfig(
         vocab_size=shape.vocabulary, hidden_size=shape.width, num_hidden_layers=shape.depth,
-        num_attention_heads=shape.heads, num_key_value_heads=max(1, shape.heads // 8),
-        intermediate_size=shape.width * 11 // 4, max_position_embeddings=2048, use_cache=False,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.key_value_heads,
+        intermediate_size=shape.inner, max_position_embeddings=2048, use_cache=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
@@ -163,6 +163,13 @@ def status(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(name + ":")) * 1024
 
 
+def disk_bytes() -> tuple[int, int]:
+    """Bytes that this process has had read from a disk, and written; what the page cache has is
+    not read."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"]), int(lines["write_bytes"])
+
+
 def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
@@ -173,11 +180,11 @@ def train(shape: Shape, method: str, form: Format, options: argparse.Namespace) 
     assert count == shape.parameters, count
     say(built=status("VmData"))
     for _ in range(options.steps):
-        start = time.perf_counter(), time.process_time()
+        start = time.perf_counter(), time.process_time(), *disk_bytes()
         loss = trainer.step().item()
-        ends = time.perf_counter(), time.process_time()
-        seconds, cpu = (end - begin for end, begin in zip(ends, start, strict=True))
-        say(loss=loss, seconds=seconds, cpu_seconds=cpu)
+        ends = time.perf_counter(), time.process_time(), *disk_bytes()
+        seconds, cpu, read, written = (e - b for e, b in zip(ends, start, strict=True))
+        say(loss=loss, seconds=seconds, cpu_seconds=cpu, disk_bytes=[read, written])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -27,6 +27,18 @@ def seconds(row: Record) -> float:
     return statistics.median(row["cpu_seconds"][1:] or row["cpu_seconds"])
 
 
+def on_disk(row: Record) -> float | None:
+    """Seconds that the disk needs for what a step has it read and write, by the speed that was
+    measured before the row; None for rows that move nothing."""
+    if not row.get("disk_speed"):
+        return None
+    times = [
+        sum(moved / speed for moved, speed in zip(step, row["disk_speed"], strict=True))
+        for step in row["disk_bytes"]
+    ]
+    return statistics.median(times[1:] or times)
+
+
 def grids(record: Record) -> dict[int, tuple[list[str], list[str], dict[tuple[str, str], Record]]]:
     """For each limit its models, its methods and what there is of each two: a row that has run, or
     what was expected of it."""
@@ -60,17 +72,18 @@ def outcome(row: Record, between: str = " ") -> str:
 
 
 def real_limit_short(record: Record) -> str:
-    """For each limit the largest model that a method trains, and the time of each model's step."""
+    """For each limit the largest model that a method trains; the time of each model's step within
+    the first limit."""
     largest, times = [], []
     for limit, (models, methods, of) in grids(record).items():
         size = f"{limit / GIB:g} GiB"
         largest.append((size, *(_largest(of, method) for method in methods)))
-        for model in models:
+        for model in models if len(largest) == 1 else ():
             cells = [of.get((model, method)) for method in methods]
-            times.append((f"{model} in {size}", *(time(row) if row else "-" for row in cells)))
+            times.append((model, *(time(row) if row else "-" for row in cells)))
     tables = [
         markdown(("the largest that trains in", *methods), largest),
-        markdown(("time of a step", *methods), times),
+        markdown((f"a step in {largest[0][0]}", *methods), times),
     ]
     return "\n\n".join([*tables, _EXPLAINED])
 
@@ -106,14 +119,23 @@ def real_limit_table(record: Record) -> str:
                 f"{row['peak_bytes'] / GIB:.2f} GiB" if row["peak_bytes"] else "-",
                 f"{seconds(row):.1f} s" if trains else "-",
                 f"{statistics.median(row['seconds'][1:]):.1f} s" if trains else "-",
+                _disk(row) if trains else "-",
                 _losses(row["losses"]) if trains else _death(row),
             )
         )
     header = (
         *("model", "limit", "method", "kept in", "needs on paper", "peak, resident"),
-        *("step: processor", "wall", "losses"),
+        *("step: processor", "wall", "disk", "losses"),
     )
     return f"{markdown(header, lines)}\n\n{_EXPLAINED}"
+
+
+def _disk(row: Record) -> str:
+    least = on_disk(row)
+    if least is None:
+        return "-"
+    moved = statistics.median(sum(step) for step in row["disk_bytes"][1:])
+    return f"{moved / 1e9:.1f} GB, {least:.1f} s"
 
 
 def _losses(losses: Iterable[float]) -> str:

@@ -346,7 +346,9 @@ def test_rows_of_an_earlier_run_are_kept(record_of, tmp_path, monkeypatch):
             "model": model, "parameters": 1, "batch": 1, "tokens": 4, "method": method,
             "format": "float32", "limit_bytes": limit, "needs_bytes": 1, "peak_bytes": 2,
             "losses": [2.0, 1.0, 0.5],
-            "seconds": [1.0] * 3, "cpu_seconds": [1.0] * 3, "built": True, "died": None,
+            "seconds": [1.5] * 3, "cpu_seconds": [1.0] * 3, "built": True, "died": None,
+            "disk_bytes": [[0, 0], [100, 1000], [100, 1000]],
+            "disk_speed": [50.0, 2000.0] if method == "memsave_ext, moving" else None,
             "took": 3.0,
         }  # fmt: skip
 
@@ -359,20 +361,25 @@ def test_rows_of_an_earlier_run_are_kept(record_of, tmp_path, monkeypatch):
     methods = [row["method"] for row in record["rows"]]
     assert methods == ["plain", "memsave_ext, exact", "memsave_ext, moving"]
     assert len(calls) == 4
-    assert [bar["value"] for bar in record["bars"]] == [0.0, 0.0]
+    # Losses of two methods, and 1.5 s where the disk takes 100 / 50 + 1000 / 2000.
+    assert [bar["value"] for bar in record["bars"]] == [0.0, 0.0, 0.6]
     assert "on_paper" not in record
     record = record_of("real_limit", "--only", "ViT-L/16", "--limits", "8", "--methods", "plain")
-    assert len(record["on_paper"]) == 2 * 6 * 5
+    assert len(record["on_paper"]) == 3 * 7 * 5
     table = importlib.import_module("tables.real_limit").real_limit_short(record)
-    (line,) = [line for line in table.splitlines() if "GPT-2 774 M in 8 GiB" in line]
+    (line,) = [line for line in table.splitlines() if line.startswith("| GPT-2 774 M")]
     assert [cell.strip() for cell in line.split("|")[2:-1]] == [
         "(11.9 GiB: no room)", "(9.6 GiB: no room)", "(9.6 GiB: no room)",
         "(5.3 GiB, float32, 8-bit states)", "(4.4 GiB)",
     ]  # fmt: skip
-    for size, expected in (("8 GiB", ["ViT-L/16, 1 s", *["none"] * 4]), ("4 GiB", ["none"] * 5)):
+    for size, expected in (
+        ("8 GiB", ["ViT-L/16, 1 s", *["none"] * 4]),
+        ("4 GiB", ["none"] * 5),
+        ("2 GiB", ["none"] * 5),
+    ):
         (line,) = [line for line in table.splitlines() if line.startswith(f"| {size}")]
         assert [cell.strip() for cell in line.split("|")[2:-1]] == expected
-    (line,) = [line for line in table.splitlines() if "ViT-L/16 in 8" in line]
+    (line,) = [line for line in table.splitlines() if line.startswith("| ViT-L/16")]
     assert line.split("|")[2].strip() == "1 s"
     record = record_of("real_limit", *only, "--methods", "plain", "--fresh")
     assert len(record["rows"]) == 1
