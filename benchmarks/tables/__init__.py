@@ -48,10 +48,11 @@ def machine_line(record: Record) -> str:
     parts = [
         machine_name(of) + (count if of["device"] == "cpu" else ""),
         f"torch {of['torch']}",
-        f"memsave_ext {of['memsave_ext']}" + ("" if of["native"] else " without its native part"),
+        None if of["native"] else "without the native part",
+        # Which says of which version it is, too.
         f"commit {of['commit']}" + (" with changes" if of["dirty"] else "")
         if of["commit"]
-        else None,
+        else f"memsave_ext {of['memsave_ext']}",
     ]
     return ", ".join(part for part in parts if part)
 
