@@ -15,7 +15,7 @@ import torch
 from helpers import run_threads
 from processes import run_program
 from torch import nn
-from torch.testing._internal.common_methods_invocations import op_db
+from torch_operators import op_db
 
 import memsave_ext as ms
 from memsave_ext.elsewhere.gradient import GradientElsewhere

@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 from helpers import on_fakes
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
+from torch_operators import op_db
 
 from memsave_ext import _native
 

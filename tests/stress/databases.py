@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import ModuleInfo, module_db
 from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch_operators import op_db
 
 import memsave_ext as ms
 from memsave_ext import _native
