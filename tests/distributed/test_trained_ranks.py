@@ -11,6 +11,8 @@ import torch
 from ranks import run_ranks
 from trained_ranks import IN_BACKWARD, KINDS, LIBRARIES, RUNS, WITHIN
 
+import memsave_ext as ms
+
 of_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -65,6 +67,13 @@ def test_a_loop_that_accumulates_clips_evaluates_and_resumes(ranks):
 
 
 @of_kinds
+def test_the_cheapest_in_a_tight_budget(ranks):
+    for plain, run in ranks("searched"):
+        assert_same(run, plain, ("losses", "norms", "weights"))
+        assert run.technique == WITHIN and run.recomputed > 0
+
+
+@of_kinds
 def test_clipping_by_the_norm_of_all(ranks):
     for plain, run, away in ranks("clipped_elsewhere"):
         assert_same(run, plain)
@@ -95,8 +104,13 @@ def test_a_frozen_part(ranks):
 
 @of_kinds
 def test_trl(ranks):
-    for plain, run in ranks("trl_sft"):
+    """TRL's head has one buffer of 32,768 numbers a token, which are of bfloat16 by autocast, and
+    under FSDP2 of float32: of this small model a step needs more there."""
+    for plain, run, peaks in ranks("trl_sft"):
         assert_same(run, plain, ("losses", "norms", "weights"))
+        assert len(peaks) == 2
+        if ms._native.available:  # which alone hears of what FSDP2 gathers
+            assert peaks == pytest.approx([run.predicted] * 2, rel=0.005)
         assert run.technique == "checkpoint by block" and run.recomputed == 3
 
 
@@ -119,6 +133,22 @@ def test_lightning(ranks):
         assert plain.losses != clipped.losses
     (_, first, *_), (_, second, *_) = ranks("lightning")
     assert_first_alone_says(first.said, second.said, first.technique)
+
+
+@of_kinds
+def test_lightning_in_tight_budgets(ranks, kind):
+    """What is cheapest there does something, and says where bits differ."""
+    for plain, *runs in ranks("lightning_tight"):
+        for run in runs:
+            if run.bits == "yes":
+                assert_same(run, plain, ("losses", "weights"))
+                assert run.recomputed > 0 and torch.uint8 not in run.state_dtypes
+            else:
+                assert "8-bit states" in run.technique and torch.uint8 in run.state_dtypes
+                assert run.losses != plain.losses
+                assert run.losses == pytest.approx(plain.losses, rel=1e-2)
+        assert [run.bits for run in runs] == ["yes", "no" if kind == "ddp" else "yes"]
+        assert runs[0].technique == WITHIN != runs[1].technique or not ms._native.available
 
 
 @of_kinds
