@@ -14,6 +14,9 @@ from trained_ranks import IN_BACKWARD, KINDS, LIBRARIES, RUNS, WITHIN
 import memsave_ext as ms
 
 of_kinds = pytest.mark.parametrize("kind", KINDS)
+keeps_to_budgets = pytest.mark.skipif(
+    not ms._native.available, reason="in pure Python remat keeps everything, and others fit"
+)
 
 
 def needs(*names):
@@ -66,6 +69,7 @@ def test_a_loop_that_accumulates_clips_evaluates_and_resumes(ranks):
     assert_first_alone_says(first.said, second.said, WITHIN)
 
 
+@keeps_to_budgets
 @of_kinds
 def test_the_cheapest_in_a_tight_budget(ranks):
     for plain, run in ranks("searched"):
@@ -135,6 +139,7 @@ def test_lightning(ranks):
     assert_first_alone_says(first.said, second.said, first.technique)
 
 
+@keeps_to_budgets
 @of_kinds
 def test_lightning_in_tight_budgets(ranks, kind):
     """What is cheapest there does something, and says where bits differ."""
@@ -148,7 +153,7 @@ def test_lightning_in_tight_budgets(ranks, kind):
                 assert run.losses != plain.losses
                 assert run.losses == pytest.approx(plain.losses, rel=1e-2)
         assert [run.bits for run in runs] == ["yes", "no" if kind == "ddp" else "yes"]
-        assert runs[0].technique == WITHIN != runs[1].technique or not ms._native.available
+        assert runs[0].technique == WITHIN != runs[1].technique
 
 
 @of_kinds
