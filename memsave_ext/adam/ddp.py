@@ -61,6 +61,7 @@ class StepReduced:
         # False: every process uses every parameter in each backward.
         self._some_unused = ddp.find_unused_parameters or ddp.static_graph
         self._usage: Callable[[], _Usage | None] = lambda: None
+        self._mirrored = 0  # how many parameters the buckets of a mirrored backward have so far
         self._reducer_writes = True
         self._set_reduction(None, None)
         self._register(ddp)
@@ -106,6 +107,8 @@ class StepReduced:
             self._reducer_writes = False
 
     def _run(self, bucket: Any) -> Any:
+        if torch._C._current_graph_task_id() == -1:
+            return self._mirror(bucket)
         stepper = self.stepper
         buffer: Tensor = bucket.buffer()
         pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
@@ -160,6 +163,19 @@ class StepReduced:
         # NCCL's are done as soon as they are queued, and have devices: what follows runs on a
         # stream of its own, and not on that of the backward, which would wait for NCCL.
         return reduction.then(finish)
+
+    def _mirror(self, bucket: Any) -> Any:
+        """Takes part in the others' reduction inside of ``join()``, where this process has no batch
+        left: there is no backward, the bucket has zeros, and nothing is stepped or used."""
+        reduction = self._reduce(self._state, bucket)
+        if self._some_unused:
+            self._mirrored = len(bucket.parameters()) + (self._mirrored if bucket.index() else 0)
+            if bucket.is_last():
+                usage = _Usage(self._group)
+                usage.add([False] * self._mirrored, lambda _: None)
+                usage.send(bucket.buffer().device)
+                usage.step()
+        return reduction
 
     def _usage_of(self, bucket: Any) -> _Usage:
         """Returns that of this backward, whose buckets come in order."""

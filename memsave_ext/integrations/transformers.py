@@ -232,9 +232,14 @@ class _Training:
 
     def is_over(self) -> bool:
         trainer = self._trainer()
-        # On CUDA backward runs in a thread of the engine, for which train() waits.
-        stacks = sys._current_frames().values()
-        return not any(other is trainer for stack in stacks for other in _trainers_on(stack))
+        # On CUDA backward runs in a thread of the engine, for which train() waits. A variable here
+        # would hold this frame in itself, and with it all that backward's frames have, such as the
+        # gradients that FSDP2 has reduced.
+        return not any(
+            other is trainer
+            for stack in sys._current_frames().values()
+            for other in _trainers_on(stack)
+        )
 
 
 def _trainers_on(frame: FrameType | None) -> Iterator[Any]:

@@ -153,7 +153,7 @@ def search(
     """
     if place is None and len(among) > 1:
         among = [techniques for techniques in among if not techniques.offload]
-    rows, tops = [], {}
+    rows, tops, skipped = [], {}, False
     to = None if place is None else os.fspath(place)
     if len(among) > 1 and (device.type != "cpu" or ranks is not None):
         among = [techniques for techniques in among if not techniques.weights_elsewhere]
@@ -194,6 +194,7 @@ def search(
                 other = instead[techniques]
                 row = row if other is None else add(other)
             if row.fits and not every:
+                skipped = techniques is not among[-1]
                 break
             shown.end()
     count = None if ranks is None else ranks.count
@@ -201,7 +202,9 @@ def search(
         return Fits(rows, budget, str(device), batch, [], [], to, devices=count)
     top = tops[lowest(rows).name]
     others = predictions.others
-    return Fits(rows, budget, str(device), batch, top.largest, top.hints, to, others, count)
+    return Fits(
+        rows, budget, str(device), batch, top.largest, top.hints, to, others, count, skipped
+    )
 
 
 def evaluation_peak(

@@ -17,15 +17,7 @@ from ..shared.table import Text, as_text, format_bytes, format_seconds, print_ta
 from .agreement import check_same, together
 from .applied import Applied, apply, undone_by_errors
 from .picture import plot_fits
-from .techniques import ALL, Techniques, named, technique_of
-
-_LAST_ON_CUDA = [techniques for techniques in ALL if not techniques.weights_elsewhere][-1]
-_LAST = {
-    techniques.name
-    for last in (ALL[-1], _LAST_ON_CUDA)
-    for techniques in (last, last.for_loops_that_clip())
-    if techniques is not None
-}
+from .techniques import Techniques, named, technique_of
 
 
 @dataclass(frozen=True)
@@ -96,6 +88,7 @@ class Fits:
         others: bytes of every peak that are other models', as :attr:`PredictedStep.others`.
         devices: how many devices each has a process of the step; None for a step of one process.
         hints: what else would lower that peak, by a change of the model's code: a sentence each.
+        skipped: whether more expensive techniques were not tried, since one before them fits.
     """
 
     rows: list[Fit]
@@ -107,6 +100,7 @@ class Fits:
     offload: str | None = None
     others: int = 0
     devices: int | None = None
+    skipped: bool = False
 
     @property
     def cheapest(self) -> Fit | None:
@@ -164,7 +158,7 @@ class Fits:
                 reasons.setdefault(row.reason, []).append(row.name)
         for reason, names in reasons.items():
             yield f"Not tried: {'; '.join(names)} ({reason})."
-        if self.rows[-1].fits and self.rows[-1].name not in _LAST:
+        if self.skipped:
             yield "More expensive techniques were skipped; every=True, or --every, tries them, too."
 
     def verdict(self) -> str:

@@ -54,6 +54,30 @@ def train(kind, technique=None, budget="1GB", rows=ROWS):
     return name, losses, whole(model.parameters())
 
 
+def uneven(unused, technique=None):
+    """Trains inside of join() with fewer batches on rank 1: two epochs with what fit applies, and
+    one without."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(network(DEPTH), find_unused_parameters=unused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(1 + dist.get_rank())
+    batches = [torch.randn(ROWS, WIDTH) for _ in range(_of_rank_1(1, 3))]
+    fitted = None if technique is None else _fit(model, optimizer, batches[0], technique=technique)
+    losses = []
+    for epoch in range(3):
+        if epoch == 2 and fitted is not None:
+            fitted.undo()
+        with model.join():
+            for x in batches:
+                loss = square(model(x))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    steps = {state["step"].item() for state in optimizer.state.values()}
+    return steps, losses, whole(model.parameters())
+
+
 def least_rows():
     """Rank 1 has twice the batch, and a budget that as built would do for the smaller one."""
     rows = ROWS * (1 + dist.get_rank())
@@ -234,6 +258,7 @@ def budgets_differ():
 
 
 KINDS = ("ddp", "fsdp2")
+UNEVEN = ("checkpoint by block", "optimizer in backward")
 TECHNIQUES = (
     "plain",
     None,
@@ -249,3 +274,8 @@ RUNS = {
 RUNS |= {"budgets_differ": budgets_differ}
 RUNS |= {f"wrong: {name}": functools.partial(wrong, name) for name in WRONG}
 RUNS |= {f"found: {kind}": functools.partial(found, kind) for kind in KINDS}
+RUNS |= {
+    f"uneven: {technique}: {unused}": functools.partial(uneven, unused, technique)
+    for technique in (None, *UNEVEN)
+    for unused in (False, True)
+}

@@ -44,6 +44,17 @@ def test_it_trains_as_before(results, kind):
             assert all(map(torch.equal, weights, of_plain))
 
 
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("technique", fitted_ranks.UNEVEN)
+def test_a_rank_with_fewer_batches(results, technique, unused):
+    """Inside of join(), where a rank without batches reduces zeros, and steps nothing."""
+    ranks = results[f"uneven: {technique}: {unused}"]
+    for found, expected in zip(ranks, results[f"uneven: None: {unused}"], strict=True):
+        assert not isinstance(found, str), found
+        assert found[:2] == expected[:2] and len(found[1]) in (3, 9)
+        assert all(map(torch.equal, found[2], expected[2]))
+
+
 def test_what_is_saved_is_predicted(results):
     for kind in KINDS:
         peaks = {

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from libraries import library
 from ranks import whole
+from sharded_steps import pauses
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -145,9 +146,10 @@ def run(kind, fit=None, resume=None, make=trainer_of, times=1, **options):
 
 def recomputed(model):
     """How many operators remat computes again, or how many blocks are checkpointed."""
-    stand_in = vars(model).get("forward") or vars(model).get("training_step")
-    if hasattr(stand_in, "last"):
-        return stand_in.last.figures().recomputed_operators
+    # Lightning leaves the forward of a module in DistributedDataParallel on it.
+    for stand_in in map(vars(model).get, ("forward", "training_step")):
+        if hasattr(stand_in, "last"):
+            return stand_in.last.figures().recomputed_operators
     return sum("Checkpointed" in type(vars(m).get("forward")).__name__ for m in model.modules())
 
 
@@ -164,6 +166,12 @@ LOOP = {
 @functools.cache
 def plain(kind):
     return run(kind, **LOOP)
+
+
+def searched(kind):
+    """What is cheapest in a budget that as built does not do for."""
+    options = {"max_grad_norm": 0.5}
+    return run(kind, **options), run(kind, fit("4MB"), **options)
 
 
 def within_a_budget(kind):
@@ -226,7 +234,7 @@ def raising(kind):
     return all(same), said
 
 
-def sft(kind, fit=None, **options):
+def sft(kind, fit=None, followed_by=None, **options):
     """TRL's trainer, whose steps are of texts."""
     tokenizers, transformers, trl = map(library, ("tokenizers", "transformers", "trl"))
     words = {word: n for n, word in enumerate(["<pad>", "<eos>", "<unk>", *map(str, range(29))])}
@@ -241,13 +249,32 @@ def sft(kind, fit=None, **options):
         arguments(kind, trl.SFTConfig, **options),
         train_dataset=library("datasets").Dataset.from_list(texts),
         processing_class=tokenizer,
-        callbacks=[] if fit is None else [fit],
+        callbacks=[one for one in (fit, followed_by) if one is not None],
     )
 
 
 def trl_sft(kind):
+    """With the peaks of the steps after the first."""
     options = {"make": sft, "max_grad_norm": 1.0, "max_steps": 3}
-    return run(kind, **options), run(kind, fit(technique="checkpoint by block"), **options)
+    tracked, peaks = ms.memory.track(), []
+    chosen = fit(technique="checkpoint by block")
+    with tracked, pauses():
+        followed = run(kind, chosen, **options, followed_by=Peaks(tracked, peaks))
+    return run(kind, **options), followed, peaks
+
+
+class Peaks:
+    def __new__(cls, tracked, peaks):
+        class Callback(library("transformers").TrainerCallback):
+            def on_step_begin(self, args, state, control, **_):
+                dist.barrier()
+                tracked.reset_peak()
+
+            def on_step_end(self, args, state, control, **_):
+                if state.global_step > 1:
+                    peaks.append(tracked.peak)
+
+        return Callback()
 
 
 def lightning_run(kind, fit=None, resume=None, save=None, technique=None, **options):
@@ -305,7 +332,10 @@ def lightning_run(kind, fit=None, resume=None, save=None, technique=None, **opti
             trainer.save_checkpoint(save)
     found = SimpleNamespace(losses=net.losses, said=said, weights=whole(net.parameters()))
     if fit is not None:
-        found.technique, found.recomputed = fit.fitted.technique, recomputed(net)
+        found.technique, found.bits = fit.fitted.technique, fit.fitted.bits
+        found.recomputed, optimizer = recomputed(net), fit.fitted.optimizer
+        states = torch.utils._pytree.tree_leaves([*optimizer.state.values()])
+        found.state_dtypes = {t.dtype for t in states if isinstance(t, torch.Tensor)}
         found.steps_in_backward = fit.fitted.steps_in_backward
         fit.fitted.undo()
     return found
@@ -321,6 +351,16 @@ def lightning(kind):
         lightning_run(kind, **options),
         lightning_run(kind, lightning_fit("1GB", technique=IN_BACKWARD), **options),
     )
+
+
+# Less than a step as built takes, and less than one within the first budget.
+LIGHTNING_BUDGETS = {"ddp": ("430KB", "390KB"), "fsdp2": ("300KB", "265KB")}
+
+
+def lightning_tight(kind):
+    options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+    fits = map(ms.integrations.lightning.Fit, LIGHTNING_BUDGETS[kind])
+    return [lightning_run(kind, fit, **options) for fit in (None, *fits)]
 
 
 def lightning_resumed(kind):
@@ -390,7 +430,7 @@ def of_kinds(function):
 
 RUNS = {"as_torchrun_says": as_torchrun_says}
 for one in (
-    within_a_budget, clipped_elsewhere, in_backward, raising, frozen, trl_sft, accelerated,
-    lightning, lightning_resumed,
+    within_a_budget, searched, clipped_elsewhere, in_backward, raising, frozen, trl_sft,
+    accelerated, lightning, lightning_tight, lightning_resumed,
 ):  # fmt: skip
     RUNS |= of_kinds(one)

@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 import weakref
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
@@ -107,6 +107,27 @@ def test_the_trainers_own_arguments(tmp_path, arguments, technique):
     if technique == IN_BACKWARD:
         assert all(p.grad is None for p in runs[1].model.parameters())
         assert isinstance(runs[1].trainer.optimizer.optimizer, ms.adam.step_in_backward.InBackward)
+
+
+def test_what_a_backward_holds_is_freed_after_it(tmp_path):
+    """Fit looks at the frames of a backward, and keeps none in a cycle, which would be there until
+    the garbage collector runs: FSDP2's have reduced gradients."""
+    frames, is_over = [], ms.integrations.transformers._Training.is_over.__code__
+
+    class Counts(transformers.TrainerCallback):
+        def on_step_end(self, *_, **__):
+            found = [o for o in gc.get_objects() if isinstance(o, FrameType)]
+            frames.append(sum(frame.f_code is is_over for frame in found))
+
+    callback = fit(technique=IN_BACKWARD)
+    run = Run(tmp_path, callback)
+    run.trainer.add_callback(Counts())
+    gc.disable()
+    try:
+        run.train()
+    finally:
+        gc.enable()
+    assert callback.fitted.steps_in_backward and frames == [0] * 4
 
 
 @pytest.mark.parametrize("arguments", CASES.values(), ids=CASES)

@@ -333,10 +333,19 @@ def test_it_stops_at_the_first_that_fits(large):
     found = ms.memory.fits(counting, 1 << 40)
     assert [row.name for row in found.rows] == ["as built"] and built.values()[:2] == [1]
     assert "every=True, or --every, tries them, too" in " ".join(found.report().split())
+    assert found.skipped
     found = ms.memory.fits(wide, rows(large)["checkpoint by block"].reserved)
     assert found.cheapest is found.rows[-1]
     assert [row.fits for row in found.rows[:-1]] == [False] * (len(found.rows) - 1)
     assert 1 < len(found.rows) < 14
+
+
+def test_none_were_skipped_where_all_were_tried(large):
+    """Also of a model without a head, to which the last of them does not apply."""
+    on_a_cpu = every(lambda: (nn.Linear(1, 1), None, lambda: None), "1GB", device="cpu")
+    for found in (large, on_a_cpu):
+        assert found.cheapest.name == "as built" and not found.skipped
+        assert "were skipped" not in found.report()
 
 
 def test_a_row_whose_step_fails_has_the_reason():
