@@ -139,7 +139,7 @@ PICTURES = {
     "checkpoint_overhead": "Overhead per region over the number of saved tensors",
     "adam_memory": "Peak memory of a ViT-L/16",
     "largest_model": "The largest model and the largest batch of each method",
-    "real_limit": "What trains in 8 and in 4 GiB, by method",
+    "real_limit": "What trains in 8, 4 and 2 GiB, by method",
     "memory_account": "What memory is made of, during two steps of each loop",
     "remat": "Time of a step over the activations that it keeps, of each method",
     "remat_offload_simulated": "Overhead over width of recomputing, moving and both: a simulation",
