@@ -284,7 +284,8 @@ def test_adam_memory_benchmark_end_to_end(benchmark_of):
 
 @pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 @pytest.mark.skipif(not _native.available, reason="a minute in pure Python")
-def test_adam_modes_benchmark_end_to_end(densenet, tmp_path, capsys):
+def test_adam_modes_benchmark_end_to_end(densenet, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch._dynamo.config.disable", True)  # peers would compile for 30 s
     benchmark, modes = (importlib.import_module(name) for name in ("adam_modes", "adam_mode_list"))
     sizes = ["--elements", "9000", "--depth", "1", "--width", "256", "--layers", "8"]
     steps = ["--rounds", "1", "--steps", "10", "--seeds", "2", "--loss-steps", "2"]
@@ -333,6 +334,7 @@ def test_adam_modes_benchmark_end_to_end(densenet, tmp_path, capsys):
 
 @pytest.mark.skipif(not _native.available, reason="a minute in pure Python")
 def test_adam_training_benchmark_end_to_end(densenet, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch._dynamo.config.disable", True)
     benchmark = importlib.import_module("adam_training")
     assert set(benchmark.MODES) <= {mode.name for mode in (*benchmark.OURS, *benchmark.PEERS)}
     some = (benchmark.BASE, "fp32, 8-bit states", "bf16 stochastic, 4-bit states", "torchao, 8-bit")
