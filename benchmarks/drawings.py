@@ -1,5 +1,6 @@
 """What the pictures of the benchmarks look like; plot.py draws them."""
 
+import textwrap
 from collections.abc import Callable, Sequence
 
 import matplotlib
@@ -197,8 +198,9 @@ def plot_real_limit(record: Record) -> Figure:
             axis.add_patch(
                 Rectangle((x - 0.48, y - 0.44), 0.96, 0.88, color=shade if trains else empty, lw=0)
             )
-            axis.text(x, y, outcome(row, "\n"), ha="center", va="center", fontsize=8,
-                      color="white" if trains else "#777777")  # fmt: skip
+            text = textwrap.fill(outcome(row), 22)
+            color = "white" if trains else "#777777"
+            axis.text(x, y, text, ha="center", va="center", fontsize=8, color=color)
         axis.set_xlim(-0.5, len(models) - 0.5)
         axis.set_ylim(len(methods) - 0.5, -0.5)
         axis.set_xticks(range(len(models)), models, fontsize=9)

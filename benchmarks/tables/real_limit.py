@@ -59,9 +59,9 @@ def waits(record: Record) -> bool:
     return any("died" not in row for _, _, of in grids(record).values() for row in of.values())
 
 
-def outcome(row: Record, between: str = " ") -> str:
+def outcome(row: Record) -> str:
     """Whether a row trains, in a few words; in brackets where it has not run."""
-    form = "" if row["format"] in OWN else f",{between}{row['format']}"
+    form = "" if row["format"] in OWN else f", {row['format']}"
     needed = row["needs_bytes"] / GIB
     if "died" not in row:
         fits = row["needs_bytes"] <= row["limit_bytes"]
@@ -127,7 +127,7 @@ def real_limit_table(record: Record) -> str:
         *("model", "limit", "method", "kept in", "needs on paper", "peak, resident"),
         *("step: processor", "wall", "disk", "losses"),
     )
-    return f"{markdown(header, lines)}\n\n{_EXPLAINED}"
+    return markdown(header, lines)
 
 
 def _disk(row: Record) -> str:
@@ -157,7 +157,9 @@ def real_limit_caption(record: Record) -> str:
         batches.append(f"{row['model']}: {batch}")
     commits = sorted({row["commit"] for row in record["rows"] if row.get("commit")})
     mixed = " Rows of several commits, which the file names." if len(commits) > 1 else ""
-    brackets = "In brackets: has not run; what it needs by arithmetic. " if waits(record) else ""
+    *_, of = next(iter(grids(record).values()))  # whose times are shown
+    has_waiting = any("died" not in row for row in of.values())
+    brackets = "In brackets: has not run; what it needs by arithmetic. " if has_waiting else ""
     return (
         "Each row is a process that may have so much private memory (`RLIMIT_DATA`), Python "
         "included; random weights. Peak: resident bytes (`VmHWM`), also of libraries' files, which "
