@@ -188,7 +188,7 @@ def plot_real_limit(record: Record) -> Figure:
         len(heights), 1, squeeze=False, figsize=(12, 0.4 + sum(heights)),
         height_ratios=heights, layout="constrained",
     )  # fmt: skip
-    on_paper = " (in brackets: on paper)" if waits(record) else ""
+    on_paper = " (in brackets: on paper)" if any(waits(of) for *_, of in of_limits.values()) else ""
     for axis, (limit, (models, methods, of)) in zip(axes[:, 0], of_limits.items(), strict=True):
         for (model, method), row in of.items():
             x, y = models.index(model), methods.index(method)

@@ -17,7 +17,6 @@ import json
 import mmap
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from typing import Any
 from common import ROOT, Rows, bar, machine, newest, result_path, show_bars, write_record
 from plot import draw
 from real_models import GIB, METHODS, MIB, MOVING, PLAIN, SHAPES, TINY, format_of, needs
-from tables.real_limit import on_disk, real_limit_caption, real_limit_table, seconds
+from tables.real_limit import on_disk, real_limit_caption, real_limit_table, seconds, typical
 
 Row = dict[str, Any]
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
@@ -156,10 +155,10 @@ def bars(rows: list[Row]) -> list[Row]:
             # Moments and weights of bfloat16 round at other places.
             most = 1.0 if row["format"] == "float32" else 100.0
             found.append({"name": name, "value": value, "bar": most, "ok": value <= most})
-        if row["losses"] and (least := on_disk(row)) is not None:
+        if not row["died"] and (least := on_disk(row)) is not None:
             name = f"{model}, {limit / GIB:g} GiB, {method}: wall time over the larger of"
             name += " processor's and disk's"
-            value = statistics.median(row["seconds"][1:]) / max(seconds(row), least)
+            value = typical(row["seconds"]) / max(seconds(row), least)
             found.append({"name": name, "value": value, "bar": 1.2, "ok": value <= 1.2})
     return found
 

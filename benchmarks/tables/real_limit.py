@@ -1,7 +1,7 @@
 """The tables of models of real size under a limit of the operating system."""
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tables import TIMES, Record, machine_line, markdown
 
@@ -22,9 +22,14 @@ _EXPLAINED = """\
 - Moving: as exact, with states and activations in files, and where the cell says so, weights."""  # noqa: E501
 
 
+def typical(of_steps: Sequence[float]) -> float:
+    """Of a row's steps without the first one, which makes plans and states."""
+    return statistics.median(of_steps[1:] or of_steps)
+
+
 def seconds(row: Record) -> float:
-    """Processor time of a step; the first one makes plans and states."""
-    return statistics.median(row["cpu_seconds"][1:] or row["cpu_seconds"])
+    """Processor time of a step."""
+    return typical(row["cpu_seconds"])
 
 
 def on_disk(row: Record) -> float | None:
@@ -32,11 +37,12 @@ def on_disk(row: Record) -> float | None:
     measured before the row; None for rows that move nothing."""
     if not row.get("disk_speed"):
         return None
-    times = [
-        sum(moved / speed for moved, speed in zip(step, row["disk_speed"], strict=True))
-        for step in row["disk_bytes"]
-    ]
-    return statistics.median(times[1:] or times)
+    return typical(
+        [
+            sum(moved / speed for moved, speed in zip(step, row["disk_speed"], strict=True))
+            for step in row["disk_bytes"]
+        ]
+    )
 
 
 def grids(record: Record) -> dict[int, tuple[list[str], list[str], dict[tuple[str, str], Record]]]:
@@ -54,9 +60,9 @@ def grids(record: Record) -> dict[int, tuple[list[str], list[str], dict[tuple[st
     return found
 
 
-def waits(record: Record) -> bool:
-    """Whether a row that is expected has not run."""
-    return any("died" not in row for _, _, of in grids(record).values() for row in of.values())
+def waits(of: dict[tuple[str, str], Record]) -> bool:
+    """Whether a row of a limit that is expected has not run."""
+    return any("died" not in row for row in of.values())
 
 
 def outcome(row: Record) -> str:
@@ -118,7 +124,7 @@ def real_limit_table(record: Record) -> str:
                 f"{row['needs_bytes'] / GIB:.2f} GiB",
                 f"{row['peak_bytes'] / GIB:.2f} GiB" if row["peak_bytes"] else "-",
                 f"{seconds(row):.1f} s" if trains else "-",
-                f"{statistics.median(row['seconds'][1:]):.1f} s" if trains else "-",
+                f"{typical(row['seconds']):.1f} s" if trains else "-",
                 _disk(row) if trains else "-",
                 _losses(row["losses"]) if trains else _death(row),
             )
@@ -134,7 +140,7 @@ def _disk(row: Record) -> str:
     least = on_disk(row)
     if least is None:
         return "-"
-    moved = statistics.median(sum(step) for step in row["disk_bytes"][1:])
+    moved = typical([sum(step) for step in row["disk_bytes"]])
     return f"{moved / 1e9:.1f} GB, {least:.1f} s"
 
 
@@ -158,8 +164,7 @@ def real_limit_caption(record: Record) -> str:
     commits = sorted({row["commit"] for row in record["rows"] if row.get("commit")})
     mixed = " Rows of several commits, which the file names." if len(commits) > 1 else ""
     *_, of = next(iter(grids(record).values()))  # whose times are shown
-    has_waiting = any("died" not in row for row in of.values())
-    brackets = "In brackets: has not run; what it needs by arithmetic. " if has_waiting else ""
+    brackets = "In brackets: has not run; what it needs by arithmetic. " if waits(of) else ""
     return (
         "Each row is a process that may have so much private memory (`RLIMIT_DATA`), Python "
         "included; random weights. Peak: resident bytes (`VmHWM`), also of libraries' files, which "

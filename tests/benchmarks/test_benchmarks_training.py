@@ -363,6 +363,8 @@ def test_rows_of_an_earlier_run_are_kept(record_of, tmp_path, monkeypatch):
     assert len(calls) == 4
     # Losses of two methods, and 1.5 s where the disk takes 100 / 50 + 1000 / 2000.
     assert [bar["value"] for bar in record["bars"]] == [0.0, 0.0, 0.6]
+    died = {**record["rows"][2], "died": "RuntimeError: ", "losses": [2.0], "seconds": [1.5]}
+    assert len(module.bars([died])) == 0
     assert "on_paper" not in record
     record = record_of("real_limit", "--only", "ViT-L/16", "--limits", "8", "--methods", "plain")
     assert len(record["on_paper"]) == 3 * 7 * 5

@@ -28,6 +28,17 @@ def wrapped(kind):
     return DistributedDataParallel(network(DEPTH)) if kind == "ddp" else sharded(depth=DEPTH)
 
 
+def _steps(model, optimizer, batches):
+    losses = []
+    for x in batches:
+        loss = square(model(x))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def train(kind, technique=None, budget="1GB", rows=ROWS):
     """Trains three steps, with what fit applies; returns what was applied, losses and weights."""
     model = wrapped(kind)
@@ -41,13 +52,7 @@ def train(kind, technique=None, budget="1GB", rows=ROWS):
                 model, optimizer, batches[0], budget=budget, loss=square, technique=technique
             )
         assert not [one for one in told if "memsave_ext" in str(one.message)]
-    losses = []
-    for x in batches:
-        loss = square(model(x))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = _steps(model, optimizer, batches)
     name = None if fitted is None else (fitted.technique, fitted.predicted)
     if fitted is not None:
         fitted.undo()
@@ -68,12 +73,7 @@ def uneven(unused, technique=None):
         if epoch == 2 and fitted is not None:
             fitted.undo()
         with model.join():
-            for x in batches:
-                loss = square(model(x))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
+            losses += _steps(model, optimizer, batches)
     steps = {state["step"].item() for state in optimizer.state.values()}
     return steps, losses, whole(model.parameters())
 
@@ -237,13 +237,7 @@ def found(kind):
     batches = [torch.randn(ROWS, WIDTH) for _ in range(3)]
     fits = ms.memory.fits(lambda: stepped(network(DEPTH)), "1GB", devices=2, shard=kind)
     applied = fits.by_devices[2].apply(model, optimizer, "optimizer in backward")
-    losses = []
-    for x in batches:
-        loss = square(model(x))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = _steps(model, optimizer, batches)
     steps = applied.steps_in_backward and all(p.grad is None for p in model.parameters())
     applied.undo()
     return steps, losses, whole(model.parameters())
