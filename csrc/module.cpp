@@ -26,6 +26,7 @@
 
 #ifdef MEMSAVE_EXT_WITH_CUDA
 #include "report/probe.h"
+#include "store/managed.h"
 #endif
 
 namespace {
@@ -146,6 +147,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #ifdef MEMSAVE_EXT_WITH_CUDA
   m.attr("with_cuda") = true;
   m.def("probe_cuda", &memsave_ext::probe_cuda);
+  m.def("managed_memory", &memsave_ext::store::managed_memory);
+  m.def("managed_owner", &memsave_ext::store::managed_owner);
+  m.def("move_managed", &memsave_ext::store::move_managed);
 #else
   m.attr("with_cuda") = false;
 #endif

@@ -77,7 +77,7 @@ class Files(Place):
     def put(self, tensor: Tensor, device: torch.device) -> Tensor:
         if not self._takes(tensor, device) or self.has(tensor):
             return tensor
-        placed, region = self._mapped.empty_like(tensor)
+        placed, region = self._made_like(tensor)
         with torch.no_grad():
             placed.copy_(tensor)
         region.is_zero = False
@@ -90,11 +90,17 @@ class Files(Place):
             if isinstance(zeros, FakeTensor) and self.takes(zeros.nbytes, device):
                 pretend(zeros)
             return zeros
-        placed, region = self._mapped.empty_like(like)
+        placed, region = self._made_like(like)
         if not region.is_zero:
             placed.zero_()
             region.unmap()
         return placed
+
+    def _made_like(self, tensor: Tensor) -> tuple[Tensor, Region]:
+        placed = self._mapped.empty_like(tensor)
+        region = self._mapped.region_of(placed)
+        assert region is not None
+        return placed, region
 
     def _takes(self, tensor: Tensor, device: torch.device) -> bool:
         # A prediction's tensors have no memory that could lie elsewhere.

@@ -14,11 +14,14 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import TensorWeakRef
 
+from ..fakes.mode import is_cuda, predicts
 from ..shared.dtensor import local_tensor
 from ..store.host import copy_streams, pinned_like, refuse_capture
 from ..store.kept import SMALLEST
+from ..store.mapped import pretend, pretends
 from .place import Fetched, Place
 
 
@@ -60,7 +63,13 @@ class OnCpu(Place):
         self._last: dict[torch.device, int] = {}
         self._after: dict[int, dict[str, TensorWeakRef]] = {}
         self._kept: dict[torch.device, list[_Copies]] = {}  # the last two
+        self._fakes: list[dict[str, Tensor]] = []  # in a prediction, as many
         weakref.finalize(self, _free, self._kept).atexit = False
+
+    @property
+    def smallest(self) -> int:  # type: ignore[override]
+        # A prediction's states are all on one device.
+        return SMALLEST if predicts() else Place.smallest
 
     def __repr__(self) -> str:
         return "'cpu'"
@@ -77,7 +86,7 @@ class OnCpu(Place):
                 )
 
     def takes(self, nbytes: int, device: torch.device) -> bool:
-        return device.type == "cuda" and nbytes >= SMALLEST
+        return is_cuda(device) and nbytes >= SMALLEST
 
     def put(self, tensor: Tensor, device: torch.device) -> Tensor:
         if type(tensor) is not Tensor or not self.takes(tensor.nbytes, device):
@@ -87,11 +96,19 @@ class OnCpu(Place):
         return pinned_like(tensor).copy_(tensor.detach())
 
     def zeros(self, like: Tensor, device: torch.device) -> Tensor:
-        if type(like) is not Tensor or not self.takes(like.nbytes, device):
-            return torch.zeros_like(like, device=device)
-        return pinned_like(like).zero_()
+        takes = self.takes(like.nbytes, device)
+        if type(like) is Tensor and takes and not predicts():
+            return pinned_like(like).zero_()
+        zeros = torch.zeros_like(like, device=device)
+        if takes and isinstance(zeros, FakeTensor):
+            pretend(zeros)
+        return zeros
 
     def fetch(self, state: Mapping[str, Tensor], device: torch.device) -> Fetched:
+        if pretending := {name: tensor for name, tensor in state.items() if pretends(tensor)}:
+            del self._fakes[:-1]
+            self._fakes.append({name: torch.empty_like(t) for name, t in pretending.items()})
+            return Fetched({**state, **self._fakes[-1]})
         there = {
             name: tensor
             for name, tensor in state.items()

@@ -1,4 +1,4 @@
-"""``weights_on()``: the weights of a model lie in a file, of which what is in use is in memory."""
+"""``weights_on()``: weights lie in a file, or of a model on CUDA in the memory of the host."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from .. import _native
+from ..fakes.mode import is_cuda, predicts
 from ..shared.dtensor import is_dtensor
 from ..shared.large_memory import LargeMemory
 from ..store.folder import absolute_folder
 from ..store.kept import SMALLEST
-from ..store.mapped import MappedFile, is_mapped, pretend
+from ..store.managed import ManagedMemory
+from ..store.mapped import MappedFile, is_mapped, pretend, pretends
 from .gradient import is_dense
 
 __all__ = ["Weights", "weights_on"]
@@ -37,21 +40,24 @@ _STATM = Path("/proc/self/statm")
 def weights_on(
     model: nn.Module | Callable[[], nn.Module], where: str | os.PathLike[str]
 ) -> Weights:
-    """Has the weights of a model on the CPU in a file, mapped into memory while they are used.
+    """Has the weights of a model on the CPU in a file, and of one on CUDA in the host's memory.
 
-    Parameters stay the objects that they are, and tensors as any other: their memory is the file's,
-    which the kernel reads and writes by pages. So whatever uses them need not know, optimizers,
-    clipping, averages and ``state_dict()`` included, and results are the same to the bit. What is
-    mapped is no private memory, and is given back soon after its use: about as many bytes stay
-    mapped as the largest weight has, or 64 MiB. What is used next is read ahead, in the order of
-    the last step. Weights of less than 64 KiB stay in memory, and so do gradients and optimizer
-    states: see ``in_backward=``, ``grads_on=`` and ``states_on=`` of :class:`Adam`.
+    Parameters stay the objects that they are, and tensors as any other: their memory is that of a
+    file, mapped, which the kernel reads and writes by pages; on CUDA it is managed memory, which
+    kernels use wherever it is. So whatever uses them need not know, optimizers, clipping, averages
+    and ``state_dict()`` included, and results are the same to the bit. What is used next comes
+    ahead, in the order of the last step, and what was used goes soon: about as many bytes stay
+    mapped as the largest weight has, or 64 MiB; on CUDA there are up to four times the weights of
+    the largest module on the device, beside what torch's allocator has. Weights of less than 64 KiB
+    stay in memory, and so do gradients and optimizer states: see ``in_backward=``, ``grads_on=``
+    and ``states_on=`` of :class:`Adam`.
 
     Args:
         model: is changed in place; its optimizer can be made before or after. Or a function that
             builds it, for one that is too large to be built in memory: each parameter leaves as
             soon as a module has it.
-        where: a folder, on a local disk. The file has no name, and is gone with the process.
+        where: of a model on the CPU a folder, on a local disk; the file has no name, and is gone
+            with the process. Of one on CUDA ``"cpu"``: no card has run this yet.
 
     Returns:
         A handle, with ``model`` and ``remove()``, which has them in memory again.
@@ -59,9 +65,10 @@ def weights_on(
     Raises:
         TypeError: ``model`` is neither a module nor makes one; ``where`` is no path.
         ValueError: there is no such folder; a parameter is on another device, is a DTensor, has no
-            shape yet or shares its memory with other tensors; the system is not Linux. Nothing is
-            changed then.
-        OSError: there is no room for them.
+            shape yet or shares its memory with other tensors; the system is not Linux; the native
+            part for CUDA is not there. Nothing is changed then.
+        OSError: there is no room for them in the folder.
+        RuntimeError: there is no room for them in the host's memory.
     """
     builds = callable(model) and not isinstance(model, nn.Module)
     if not builds and not isinstance(model, nn.Module):
@@ -70,11 +77,12 @@ def weights_on(
             f"{type(model).__name__}"
         )
     if not isinstance(where, (str, os.PathLike)):
-        raise TypeError(f"weights_on: where must be a folder, got {where!r}")
-    folder = absolute_folder(where, "weights_on: where must be a folder that exists")
-    if sys.platform != "linux":
-        raise ValueError("weights_on: weights can lie in a folder on Linux only")
-    weights = Weights(folder)
+        raise TypeError(f"weights_on: where must be a folder or 'cpu', got {where!r}")
+    if where != "cpu":
+        where = absolute_folder(where, "weights_on: where must be a folder that exists, or 'cpu'")
+        if sys.platform != "linux":
+            raise ValueError("weights_on: weights can lie in a folder on Linux only")
+    weights = Weights(where)
     if builds:
         with weights._taking_what_is_built():
             made: Any = model()
@@ -96,19 +104,17 @@ class Weights:
 
     model: nn.Module
 
-    def __init__(self, folder: str) -> None:
-        self._file = MappedFile(folder, f"weights_on={folder!r}", "weights")
-        self._largest = 0
+    def __init__(self, where: str) -> None:
+        self._where = where
+        native = _native.module if _native.module and _native.module.with_cuda else None
+        self._memory = ManagedMemory(native) if where == "cpu" else _WatchedFile(where)
         self._large_memory: LargeMemory | None = LargeMemory()
-        self._modules: list[weakref.ref[nn.Module]] = []  # those with such weights
-        self._after: dict[tuple[int, int], int] = {}  # which was called after two others
-        self._called = (-1, -1)  # the last two
+        self._uses = _Uses(self._memory)
         self._hooks: list[Any] = []
-        self._is_watched = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights that lie in the file."""
+        """Bytes of the weights that lie elsewhere."""
         return sum(param.nbytes for param in self._there())
 
     def remove(self) -> None:
@@ -123,31 +129,37 @@ class Weights:
         for param in self._there():
             param.data = param.data.clone()
         self._large_memory = None
+        self._uses.beside = None
 
     def let_go(self) -> None:
-        """Gives the memory of what is mapped back. What is used again is mapped again."""
-        self._file.unmap()
+        """Gives the memory of what is in use back. What is used again comes again."""
+        self._memory.let_go()
 
     @property
-    def _room(self) -> int:
-        """Bytes that may stay mapped."""
-        return max(_ROOM, self._largest)
+    def beside(self) -> int:
+        """Bytes that stay on a device beside what torch's allocator has, which a prediction has
+        counted."""
+        return self._memory.room if self._where == "cpu" and not predicts() else 0
 
     def _take(self, model: nn.Module) -> None:
-        """Has the weights of a model in the file."""
+        """Has the weights of a model elsewhere."""
         self.model = model
         leaving = {name: p for name, p in model.named_parameters() if not is_mapped(p)}
         for name, param in leaving.items():
-            if (why := _why_not(param)) is not None:
+            if (why := self._why_not(param)) is not None:
                 raise ValueError(f"weights_on: {name} {why}")
         large = [param for param in leaving.values() if _may_leave(param)]
         real = [param for param in large if not isinstance(param, FakeTensor)]
-        self._file.file.reserve(param.nbytes for param in real)
+        self._memory.reserve(param.nbytes for param in real)
         for param in large:
             self._leave(param)
         for module in model.modules():
-            if any(map(self._has, _own(module))):
-                self._watch_calls(module)
+            own = list(_own(module))
+            self._memory.note(param for param in own if is_mapped(param))
+            if any(self._has(param) or pretends(param) for param in own):
+                self._hooks += self._uses.watch(module)
+        if self._where == "cpu" and predicts():
+            self._uses.beside = torch.empty(self._memory.room, dtype=torch.uint8)
 
     @contextmanager
     def _taking_what_is_built(self) -> Iterator[None]:
@@ -158,7 +170,7 @@ class Weights:
         def hook(_: nn.Module, name: str, param: Any) -> None:
             if threading.get_ident() != thread or not isinstance(param, Tensor):
                 return
-            if _why_not(param) is None and _may_leave(param) and not is_mapped(param):
+            if self._why_not(param) is None and _may_leave(param) and not is_mapped(param):
                 self._leave(param)
 
         handle = register_module_parameter_registration_hook(hook)
@@ -167,50 +179,76 @@ class Weights:
         finally:
             handle.remove()
 
-    def _note_call(self, number: int) -> None:
-        """Reads ahead what was used after the last two modules when they were called before."""
-        self._after[self._called] = number
-        self._called = self._called[1], number
-        following = self._after.get(self._called)
-        module = None if following is None else self._modules[following]()
-        for param in () if module is None else _own(module):
-            if (region := self._file.region_of(param)) is not None:
-                region.read_ahead()
-
     def _there(self) -> list[nn.Parameter]:
         return [param for param in self.model.parameters() if self._has(param)]
 
     def _has(self, param: Tensor) -> bool:
-        return self._file.region_of(param) is not None
+        return self._memory.has(param)
+
+    def _why_not(self, param: Tensor) -> str | None:
+        """Returns why a parameter cannot lie elsewhere; None where it can."""
+        fits = is_cuda(param.device) if self._where == "cpu" else param.device.type == "cpu"
+        if not fits:
+            return (
+                f"is on {param.device}: weights on the CPU can lie in a folder, and weights on "
+                f"CUDA in the host's memory, 'cpu'; got where={self._where!r}"
+            )
+        return _why_not(param)
 
     def _leave(self, param: Tensor) -> None:
         if isinstance(param, FakeTensor):  # a prediction's has no memory
             pretend(param)
             return
-        there, _ = self._file.empty_like(param)
+        there = self._memory.empty_like(param)
         there.copy_(param.data)
         param.data = there
-        self._largest = max(self._largest, param.nbytes)
-        if not self._is_watched:
-            self._is_watched = True
-            threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
 
-    def _watch_calls(self, module: nn.Module) -> None:
+
+class _Uses:
+    """Which module is called after which, so that its weights are ready. The hooks of modules have
+    this, and nothing that has the model: who drops that frees it.
+
+    Attributes:
+        beside: in a prediction, what stays on a device beside what torch's allocator has.
+    """
+
+    def __init__(self, memory: ManagedMemory | _WatchedFile) -> None:
+        self._memory = memory
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._after: dict[tuple[int, int], int] = {}  # which was called after two others
+        self._called = (-1, -1)  # the last two
+        self.beside: Tensor | None = None
+
+    def watch(self, module: nn.Module) -> list[Any]:
+        """Returns the hooks by which the module's calls are noticed."""
         call = _Call(self, len(self._modules))
         self._modules.append(weakref.ref(module))
-        self._hooks.append(module.register_forward_pre_hook(call))
-        self._hooks.append(module.register_forward_hook(_Called(call)))
+        called = _Called(call)
+        return [module.register_forward_pre_hook(call), module.register_forward_hook(called)]
+
+    def note_call(self, number: int) -> None:
+        """Has ready what is used now, and what was used after the last two modules when they were
+        called before."""
+        self._after[self._called] = number
+        self._called = self._called[1], number
+        following = self._after.get(self._called)
+        self._memory.use(self._of(number), self._of(following))
+
+    def _of(self, number: int | None) -> list[Tensor]:
+        """Returns the weights of a module of this number that lie elsewhere."""
+        module = None if number is None else self._modules[number]()
+        return [] if module is None else list(filter(self._memory.has, _own(module)))
 
 
 class _Call:
     """A hook on a module's forward; in a copy of the module, whose weights are in memory, none."""
 
-    def __init__(self, weights: Weights, number: int) -> None:
-        self._weights, self._number = weights, number
+    def __init__(self, uses: _Uses, number: int) -> None:
+        self._uses, self._number = uses, number
 
     def __call__(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._weights._note_call(self._number)
+            self._uses.note_call(self._number)
 
     def __reduce__(self) -> Any:
         return _none, ()
@@ -252,13 +290,11 @@ def _may_leave(param: Tensor) -> bool:
 
 
 def _why_not(param: Tensor) -> str | None:
-    """Returns why a parameter cannot lie in a file; None where it can."""
+    """Returns why a parameter can lie nowhere else; None where it can."""
     if is_lazy(param):
         return "has no shape yet: call the model once before"
     if is_dtensor(param):
         return "is a DTensor: weights of one process only can lie elsewhere"
-    if param.device.type != "cpu":
-        return f"is on {param.device}: only weights on the CPU can lie in a folder"
     if param.layout != torch.strided or not is_dense(param):
         return None if not _may_leave(param) else "is not dense: make it contiguous before"
     if _may_leave(param) and not isinstance(param, FakeTensor) and _is_shared(param):
@@ -274,23 +310,56 @@ def _is_shared(param: Tensor) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) > 2  # by more than both of these
 
 
-def _watch(reference: weakref.ref[Weights]) -> None:
-    """Lets go of what is mapped where it is more than may be, until the weights are gone.
+class _WatchedFile(MappedFile):
+    """A mapped file of which little stays mapped. What uses weights is not known: what the process
+    has mapped of all files is one number of the kernel's, which costs next to nothing to read."""
 
-    What the process has mapped of all files is one number of the kernel's, which costs next to
-    nothing to read; what uses weights is not known.
-    """
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder, f"weights_on={folder!r}", "weights")
+        self._largest = 0
+        self._is_watched = False
+
+    @property
+    def room(self) -> int:
+        """Bytes that may stay mapped."""
+        return max(_ROOM, self._largest)
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        self.file.reserve(sizes)
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        made = super().empty_like(tensor)
+        self._largest = max(self._largest, made.nbytes)
+        if not self._is_watched:
+            self._is_watched = True
+            threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
+        return made
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """Of what is used at once nothing need be known."""
+
+    def use(self, _: Iterable[Tensor], later: Iterable[Tensor]) -> None:
+        for tensor in later:
+            if (region := self.region_of(tensor)) is not None:
+                region.read_ahead()
+
+    def let_go(self) -> None:
+        self.unmap()
+
+
+def _watch(reference: weakref.ref[_WatchedFile]) -> None:
+    """Lets go of what is mapped where it is more than may be, until the file is gone."""
     least = _mapped_bytes()
     while True:
         time.sleep(_PAUSE)
-        if (weights := reference()) is None:
+        if (file := reference()) is None:
             return
         mapped = _mapped_bytes()
-        if mapped - least > weights._room:
-            weights.let_go()
+        if mapped - least > file.room:
+            file.let_go()
             mapped = least = _mapped_bytes()
         least = min(least, mapped)
-        del weights
+        del file
 
 
 def _mapped_bytes() -> int:

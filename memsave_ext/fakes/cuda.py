@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map_only
 
 from .attention import attention, torchs_attention
+from .mode import stand_for_cuda
 
 _KEY = "AutocastCPU"
 # What autocast computes in float32 on CUDA, and in the dtype of its arguments on the CPU.
@@ -42,6 +43,7 @@ def as_on_cuda() -> TorchFunctionMode:
     What autocast does on the CPU is the same for products, but for norms, softmax and others, which
     are in float32 on a card.
     """
+    stand_for_cuda()
     if torch.is_autocast_enabled("cuda"):
         torch.set_autocast_enabled("cpu", True)
         torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))

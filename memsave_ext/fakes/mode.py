@@ -32,6 +32,20 @@ def predicts() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+_of_cuda = False
+
+
+def stand_for_cuda() -> None:
+    """From now on fake tensors of the CPU stand for CUDA's, for good: this is a child."""
+    global _of_cuda
+    _of_cuda = True
+
+
+def is_cuda(device: torch.device) -> bool:
+    """Whether it is a CUDA device, or stands for one in a prediction."""
+    return device.type == "cuda" or (_of_cuda and device.type == "cpu")
+
+
 def fake_of(tensor: Tensor) -> FakeTensor:
     """Returns a fake tensor with the memory of one on the meta device."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)

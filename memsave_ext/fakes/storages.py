@@ -164,6 +164,13 @@ class Storages(TorchDispatchMode):
         if storage.nbytes():
             self._tell(storage, torch._C._current_autograd_node())
 
+    def leave(self, tensor: Tensor) -> None:
+        """Reports that memory is freed, as it lies elsewhere from here on."""
+        number = tensor.untyped_storage()._cdata
+        if number in self._known and number not in self._before:
+            self._before.add(number)
+            self._freed(number)
+
     def note_before(self, tensor: Tensor, *, counts: bool) -> None:
         """Knows the memory of a tensor that there was before, and tells of it where it counts."""
         if tensor.layout is not torch.strided:

@@ -140,13 +140,12 @@ class Applied:
         technique.apply(model, optimizer, self._undo, left, method=method, place=place, **given)
         if technique.gradients_elsewhere and isinstance(optimizer, InBackward):
             assert optimizer._gradients is not None
-            where = optimizer._gradients.where
-            named = "the host's memory" if where == "cpu" else where
-            self._elsewhere.append(f"gradients lie in {named} until each is stepped")
+            where = _named(optimizer._gradients.where)
+            self._elsewhere.append(f"gradients lie in {where} until each is stepped")
         if technique.weights_elsewhere:
-            where = place_elsewhere(torch.device("cpu"), place) or ""
+            where = place_elsewhere(next(model.parameters()).is_cuda, place) or ""
             states = " and states" if technique.states_elsewhere else ""
-            self._elsewhere.append(f"weights{states} lie in {where}")
+            self._elsewhere.append(f"weights{states} lie in {_named(where)}")
         self._attach()
         if in_backward is not None and condition is not None:
             in_backward.accumulate_when(condition)
@@ -413,6 +412,10 @@ def unwrapped(optimizer: Optimizer | None) -> Optimizer | None:
     ):
         return inside
     return optimizer
+
+
+def _named(where: str) -> str:
+    return "the host's memory" if where == "cpu" else where
 
 
 def _with_inside(model: Any) -> tuple[nn.Module, ...]:

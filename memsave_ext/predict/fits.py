@@ -60,8 +60,8 @@ def fits(
 
     The techniques are memsave_ext's: the optimizer stepped in backward, ``remat``, also within the
     budget, checkpointing the model's blocks, its Adam in backward in place of torch's, its 8-bit
-    and 4-bit states, for language models of Hugging Face the loss without logits, and last, on a
-    CPU, weights and states in files: see :func:`memsave_ext.weights_on`. They are applied to what
+    and 4-bit states, for language models of Hugging Face the loss without logits, and last
+    weights and states elsewhere: see :func:`memsave_ext.weights_on`. They are applied to what
     ``build`` made, in fakes alone; see :func:`predict` for how exact the peaks are.
     A row whose step fails has the error as its reason.
     On CUDA what fits is what the caching allocator reserves, with what fragmentation costs, for
@@ -155,9 +155,9 @@ def search(
         among = [techniques for techniques in among if not techniques.offload]
     rows, tops, skipped = [], {}, False
     to = None if place is None else os.fspath(place)
-    if len(among) > 1 and (device.type != "cpu" or ranks is not None):
+    if len(among) > 1 and (device.type not in ("cpu", "cuda") or ranks is not None):
         among = [techniques for techniques in among if not techniques.weights_elsewhere]
-    has_place = place_elsewhere(device, place) is not None
+    has_place = place_elsewhere(device.type == "cuda", place) is not None
     instead = {t: t.for_loops_that_clip() if has_place else None for t in among}
     tried = [instead[t] if refused and t.steps_in_backward else t for t in among]
     with (

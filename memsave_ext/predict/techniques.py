@@ -22,7 +22,7 @@ from ..adam.in_place import become, step_in_backward
 from ..adam.own_optimizer import OwnStep
 from ..checkpoint import checkpoint_modules
 from ..elsewhere.weights import weights_on
-from ..fakes.mode import predicts
+from ..fakes.mode import is_cuda, predicts
 from ..loss_head import patch_causal_lm, patch_seq2seq_lm
 from ..memory.measure import Build, checked
 from ..remat import remat_module
@@ -47,7 +47,7 @@ class Techniques:
         gradients_elsewhere: whether this optimizer does not step in backward, and gradients lie
             elsewhere until it steps.
         states_elsewhere: whether the states of memsave_ext's Adam lie elsewhere between steps.
-        weights_elsewhere: whether the model's weights, on a CPU, lie elsewhere.
+        weights_elsewhere: whether the model's weights lie elsewhere.
     """
 
     loss_head: bool = False
@@ -166,7 +166,10 @@ class Techniques:
         if self.gradients_elsewhere:
             options["grads_on"] = _place_on("gradients", model, place)
         if self.weights_elsewhere:
-            undo.callback(_weights_on(model, place))
+            weights = weights_on(model, _place_on("weights", model, place))
+            undo.callback(weights.remove)
+            if budget is not None:
+                budget = max(budget - weights.beside, 1)
         if self.optimizer_in_backward:
             if optimizer is None:
                 raise ValueError("the step has no optimizer")
@@ -281,13 +284,13 @@ def named(who: str, name: object) -> Techniques:
     raise ValueError(f"{who}: technique must be None or one of {names}; got {name!r}")
 
 
-def place_elsewhere(device: torch.device, offload: Offload | None) -> str | None:
+def place_elsewhere(on_cuda: bool, offload: Offload | None) -> str | None:
     """Returns where gradients, states and weights lie, as ``grads_on``: in the host's memory, or
     for a model on the CPU in the folder of ``offload``, else the system's for temporary files.
 
     None where there is no such place: that folder is in memory.
     """
-    if device.type == "cuda":
+    if on_cuda:
         return "cpu"
     named = offload is not None and offload != "cpu"
     folder = os.fspath(offload) if named else tempfile.gettempdir()  # type: ignore[arg-type]
@@ -295,22 +298,15 @@ def place_elsewhere(device: torch.device, offload: Offload | None) -> str | None
 
 
 def _place_on(what: str, model: nn.Module, offload: Offload | None) -> str:
-    device = next(model.parameters(), torch.empty(0)).device
+    first = next(model.parameters(), torch.empty(0))
     is_prediction = what == "gradients" and predicts()
-    where = "cpu" if is_prediction else place_elsewhere(device, offload)
+    where = "cpu" if is_prediction else place_elsewhere(is_cuda(first.device), offload)
     if where is None:
         raise ValueError(
             f"{what} can lie in a folder on a disk only, and the system's for temporary files, "
             f"{tempfile.gettempdir()}, is none: pass offload=FOLDER, or set TMPDIR"
         )
     return where
-
-
-def _weights_on(model: nn.Module, offload: Offload | None) -> Callable[[], None]:
-    where = _place_on("weights", model, offload)
-    if where == "cpu":
-        raise ValueError("weights can lie elsewhere on a CPU only")
-    return weights_on(model, where).remove
 
 
 def technique_of(who: str, technique: str | None, means: str | None) -> str | None:

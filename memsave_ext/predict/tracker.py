@@ -35,6 +35,7 @@ from ..memory.hooks import Hooks, Names
 from ..memory.log import Log
 from ..memory.tracker import Tracker
 from ..shared.modules import Modules
+from ..store.mapped import listeners
 
 _FIRST_OF_NONE = 1 << 63  # sequence numbers from here on are of nodes that accumulate gradients
 _NO_LIMIT = 1 << 40  # of events
@@ -64,6 +65,8 @@ class FakeTracker(Tracker):
             fake_of, self._moves, self._counts_all
         )
         self.storages = Storages(self._allocated, self._freed, self._ran, device)
+        if self._counts_all:  # on the CPU what lies elsewhere is not labelled, and so not counted
+            listeners.append(self.storages.leave)
         self._allocators: tuple[CachingAllocator, ...] = ()
 
     def reserve(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +27,10 @@ class MappedFile:
     def __init__(self, folder: str, name: str, content: str) -> None:
         self.file = File(folder, name, content)
         self._regions: dict[int, Region] = {}  # of tensors, by address
-        _all.add(self)
-        _note_use()
+        add(self)
 
-    def empty_like(self, tensor: Tensor) -> tuple[Tensor, Region]:
-        """Returns a tensor like this one, without its values, and its memory.
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor like this one, without its values.
 
         Raises:
             OSError: the disk is full.
@@ -42,11 +42,15 @@ class MappedFile:
         strides = torch.empty_like(tensor, device="meta").stride()
         made = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, strides)
         self._regions[storage.data_ptr()] = region
-        return made, region
+        return made
 
     def region_of(self, tensor: Tensor) -> Region | None:
         """Returns the memory of one of these; None for another tensor."""
         return self._regions.get(tensor.data_ptr()) if _has_memory(tensor) else None
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether it is one of these."""
+        return self.region_of(tensor) is not None
 
     def unmap(self) -> None:
         """Unmaps all that is mapped; what is used again is mapped again."""
@@ -58,10 +62,22 @@ class MappedFile:
         self.file.free(region)
 
 
-_all: weakref.WeakSet[MappedFile] = weakref.WeakSet()
+class Place(Protocol):
+    """Where tensors lie that take no memory, as whoever counts that sees it."""
+
+    def has(self, tensor: Tensor) -> bool: ...
+
+
+_all: weakref.WeakSet[Place] = weakref.WeakSet()
 _PLAIN = (Tensor, nn.Parameter)
 _PRETENDS = "_memsave_ext_mapped"  # an attribute of fake tensors
 _used = False  # whether there has ever been one, also a pretended one
+
+
+def add(place: Place) -> None:
+    """Has :func:`is_mapped` ask a place, too, as long as it lives."""
+    _all.add(place)
+    _note_use()
 
 
 def _note_use() -> None:
@@ -70,9 +86,14 @@ def _note_use() -> None:
 
 
 def pretend(fake: Tensor) -> None:
-    """Has a prediction's tensor taken for one on mapped memory."""
+    """Has a prediction's tensor taken for one on mapped memory, or whose memory is elsewhere."""
     setattr(fake, _PRETENDS, True)
     _note_use()
+    for tell in listeners:
+        tell(fake)
+
+
+listeners: list[Callable[[Tensor], None]] = []  # called with each such tensor, in a child
 
 
 def pretends(tensor: Tensor) -> bool:
@@ -81,8 +102,9 @@ def pretends(tensor: Tensor) -> bool:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether its memory is mapped; of a prediction's tensor, whether it would be."""
-    return pretends(tensor) or any(file.region_of(tensor) is not None for file in _all)
+    """Whether its memory is mapped, or managed by CUDA; of a prediction's tensor, whether it would
+    be."""
+    return pretends(tensor) or any(place.has(tensor) for place in _all)
 
 
 def any_mapped(tensors: Iterable[Tensor]) -> bool:

@@ -18,6 +18,7 @@ from helpers import run_threads
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext.predict.techniques import named
 from memsave_ext.store.file import Region
 from memsave_ext.store.mapped import is_mapped
 
@@ -293,6 +294,61 @@ def test_tracked_and_predicted(tmp_path):
     assert peaks[0][1] - peaks[1][1] == handle.nbytes
 
 
+def trained(elsewhere=False, **options):
+    """Builds 8 layers of 256 KiB, and a step that trains them with Adam in backward."""
+
+    def build():
+        net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+        if elsewhere:
+            ms.weights_on(net, "cpu")
+        optimizer = ms.AdamW(net.parameters(), in_backward=True, **options)
+
+        def step():
+            net(torch.ones(4, 256)).sum().backward()
+            optimizer.step()
+
+        return net, optimizer, step
+
+    return build
+
+
+def test_predicted_on_cuda():
+    """On the device there is room beside for the weights of three modules, the largest, and states
+    of two parameters."""
+    size = 256 * 256 * 4
+    plain, weights, states = (
+        ms.memory.predict(trained(**options), device="cuda").peak
+        for options in ({}, {"elsewhere": True}, {"states_on": "cpu"})
+    )
+    assert plain - weights == (8 - 3) * size
+    assert plain - states == (8 - 2) * 2 * size
+
+
+@pytest.mark.skipif(not ms._native.available, reason="a budget is native")
+def test_fits_on_cuda():
+    """Last come weights elsewhere, within a budget that states elsewhere alone do not keep to."""
+
+    def build():
+        layers = [m for _ in range(8) for m in (nn.Linear(256, 256), nn.GELU())]
+        net = nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(net.parameters())
+
+        def step():
+            net(torch.ones(4, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return net, optimizer, step
+
+    name = "remat within the budget, Adam in backward, states elsewhere, weights elsewhere"
+    budget = 7 << 19
+    made = named("", name).applied(build, budget)
+    predicted = ms.memory.predict(made, device="cuda")
+    assert predicted.at_peak["parameters"] < 1 << 16  # the biases
+    assert predicted.at_peak["other"] > 3 * 256 * 256 * 4
+    assert predicted.peak <= budget
+
+
 def test_other_processes(tmp_path):
     net = network()
     ms.weights_on(net, tmp_path)
@@ -485,13 +541,16 @@ def test_bad_values(tmp_path):
         ms.weights_on(3, tmp_path)
     with pytest.raises(TypeError, match="the function must make a torch.nn.Module, got int"):
         ms.weights_on(lambda: 3, tmp_path)
-    with pytest.raises(TypeError, match="where must be a folder, got 3"):
+    with pytest.raises(TypeError, match="where must be a folder or 'cpu', got 3"):
         ms.weights_on(net, 3)
-    for wrong in (tmp_path / "none", "", "cpu"):
-        with pytest.raises(ValueError, match="where must be a folder that exists, got"):
+    for wrong in (tmp_path / "none", ""):
+        with pytest.raises(ValueError, match="where must be a folder that exists, or 'cpu', got"):
             ms.weights_on(net, wrong)
-    with pytest.raises(ValueError, match=r"weight is on meta: only weights on the CPU"):
-        ms.weights_on(nn.Linear(256, 256, device="meta"), tmp_path)
+    with pytest.raises(ValueError, match=r"weight is on cpu: weights on the CPU can lie in a fold"):
+        ms.weights_on(net, "cpu")
+    for where in (tmp_path, "cpu"):
+        with pytest.raises(ValueError, match=r"weight is on meta: weights on the CPU can lie in a"):
+            ms.weights_on(nn.Linear(256, 256, device="meta"), where)
     with pytest.raises(ValueError, match=r"weight has no shape yet"):
         ms.weights_on(nn.LazyLinear(256), tmp_path)
     held = net.mlp[0].weight.detach()

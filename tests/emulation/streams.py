@@ -55,7 +55,7 @@ class Package(operators.Library):
     def text(self) -> str:
         mistakes.put_in(self.csrc, CHANGED, self.folder / "memsave_ext")
         objects = self._host()  # what takes longest to compile comes first
-        names = ("clocks", "device", "generator", "operators", "attention", "binding")
+        names = ("clocks", "managed", "device", "generator", "operators", "attention", "binding")
         text = "".join(f'#include "{name}.cpp"\n' for name in names)
         (unit,) = build_units.write_units(self.folder / "units", {"fake_cuda.cpp": text})
         device = self._host_object(unit, ["-fvisibility=default"])

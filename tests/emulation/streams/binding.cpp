@@ -4,6 +4,7 @@
 
 #include "ATen/cuda/CUDAGeneratorImpl.h"
 #include "device.h"
+#include "managed.h"
 #include "mistake.h"
 
 namespace {
@@ -51,6 +52,10 @@ void emulated_limit_memory(size_t bytes) { emulated::limit_memory(bytes); }
 bool emulated_has_waited(int64_t stream, int64_t other) {
   return emulated::has_waited(stream, other);
 }
+
+int64_t emulated_take_faults() { return emulated::take_faults(); }
+
+int64_t emulated_take_most_managed() { return emulated::take_most_managed(); }
 
 int64_t emulated_questions() { return emulated::questions(); }
 

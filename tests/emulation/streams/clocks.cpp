@@ -7,6 +7,8 @@
 #include <optional>
 #include <set>
 
+#include "managed.h"
+
 namespace emulated {
 
 struct Graph {
@@ -50,11 +52,6 @@ struct Before {
 };
 Before before;
 uint64_t captures = 0;
-
-void join(Clock& clock, const Clock& other) {
-  clock.resize(std::max(clock.size(), other.size()));
-  for (size_t i = 0; i < other.size(); ++i) clock[i] = std::max(clock[i], other[i]);
-}
 
 bool is_over(const Past& use, const Clock& clock) {
   const auto stream = static_cast<size_t>(use.stream);
@@ -107,6 +104,7 @@ void queue(StreamId stream, std::string what, std::vector<Use> uses, std::functi
     const auto* const begin = static_cast<const char*>(use.data);
     check(block->second.uses, {begin, begin + use.bytes, stream, time, use.writes, what}, clock);
   }
+  note_uses(stream, uses);
   if (captured) captured->work.push_back({std::move(what), std::move(uses), std::move(again)});
 }
 
@@ -115,6 +113,18 @@ Clock recorded(StreamId stream) {
   Clock clock = streams[stream];
   join(clock, host);
   return clock;
+}
+
+void join(Clock& clock, const Clock& other) {
+  clock.resize(std::max(clock.size(), other.size()));
+  for (size_t i = 0; i < other.size(); ++i) clock[i] = std::max(clock[i], other[i]);
+}
+
+bool is_past(const Clock& event, const Clock& now) {
+  for (size_t i = 0; i < event.size(); ++i) {
+    if (event[i] > (i < now.size() ? now[i] : 0)) return false;
+  }
+  return true;
 }
 
 void wait(StreamId stream, const Clock& event) {

@@ -28,6 +28,8 @@ StreamId new_stream();
 void queue(StreamId stream, std::string what, std::vector<Use> uses, std::function<void()> again);
 
 Clock recorded(StreamId stream);
+void join(Clock& clock, const Clock& other);  // as if both were waited for
+bool is_past(const Clock& event, const Clock& now);
 void wait(StreamId stream, const Clock& event);
 // Whether all that is queued on `other` comes before what is queued on `stream` next.
 bool has_waited(StreamId stream, StreamId other);

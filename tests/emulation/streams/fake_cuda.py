@@ -25,6 +25,8 @@ _library.emulated_has_waited.restype = ctypes.c_bool
 _library.emulated_has_waited.argtypes = [ctypes.c_int64, ctypes.c_int64]
 _library.emulated_bytes_allocated.restype = ctypes.c_int64
 _library.emulated_questions.restype = ctypes.c_int64
+_library.emulated_take_faults.restype = ctypes.c_int64
+_library.emulated_take_most_managed.restype = ctypes.c_int64
 _library.emulated_refuse_waits.argtypes = [ctypes.c_bool]
 _library.emulated_record_history.argtypes = [ctypes.c_bool]
 _library.emulated_allocate_for_a_moment.argtypes = [ctypes.c_size_t]
@@ -60,6 +62,18 @@ def questions() -> int:
     """How often the allocator was asked for its statistics."""
     count: int = _library.emulated_questions()
     return count
+
+
+def take_faults() -> int:
+    """How often work used managed memory that was not on the device, since the last call."""
+    count: int = _library.emulated_take_faults()
+    return count
+
+
+def take_most_managed() -> int:
+    """The most bytes of managed memory that can have been on the device, since the last call."""
+    size: int = _library.emulated_take_most_managed()
+    return size
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ EVERY_TIME = [
     GpuTests("checkpoint/test_checkpoint_cuda.py", "not overlap"),  # measure
     GpuTests("checkpoint/test_graph_cuda.py", "not without_random_numbers_graphs"),  # shares a pool
     GpuTests("elsewhere/test_gradients_cuda.py"),
+    GpuTests("elsewhere/test_weights_cuda.py"),
     GpuTests("loss_head/test_loss_cuda.py", "fp32 or float32 or waits or stream or rows"),
     GpuTests("memory/test_memory_cuda.py"),
     GpuTests("remat/test_remat_cuda.py"),

@@ -436,6 +436,38 @@ MISTAKES = [
         "the_bits_within moved_for_two_backwards",
         UNORDERED,
     ),
+    Mistake(
+        "weights go back while they are used",
+        "memsave_ext/store/managed.py",
+        "            self._streams.out.wait_stream(",
+        "            MISTAKE or self._streams.out.wait_stream(",
+        "weights_are_there",
+        "take_faults",
+    ),
+    Mistake(
+        "weights are used while they come",
+        "memsave_ext/store/managed.py",
+        "            current.wait_event(",
+        "            MISTAKE or current.wait_event(",
+        "weights_are_there",
+        "take_faults",
+    ),
+    Mistake(
+        "weights come before others have gone",
+        "memsave_ext/store/managed.py",
+        "            into.wait_stream(self._streams.out)\n",
+        "            MISTAKE or into.wait_stream(self._streams.out)\n",
+        "weights_are_there",
+        "<= (4",
+    ),
+    Mistake(
+        "weights are moved while a graph is captured",
+        "memsave_ext/store/managed.py",
+        "if not torch.cuda.is_current_stream_capturing():",
+        "if MISTAKE or not torch.cuda.is_current_stream_capturing():",
+        "weights_of_a_graph",
+        "while a graph is captured",
+    ),
 ]
 
 

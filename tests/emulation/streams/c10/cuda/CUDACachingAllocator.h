@@ -7,15 +7,7 @@
 #include <memory>
 #include <string>
 
-#include "device.h"
-
-enum cudaError_t { cudaSuccess };
-
-inline cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
-  *total = emulated::memory();
-  *free = *total - static_cast<size_t>(emulated::bytes_allocated());
-  return cudaSuccess;
-}
+#include "cuda_runtime.h"
 
 namespace c10 {
 

@@ -1,23 +1,12 @@
-// What csrc names of c10's CUDA library, for the emulated device. Its streams have their number in
-// place of a pointer.
+// What csrc names of c10's CUDA library, for the emulated device.
 #pragma once
 
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
 
-#include "device.h"
+#include "cuda_runtime.h"
 
-using cudaStream_t = void*;
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
-
-inline bool cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
-                                     unsigned long long* number) {
-  *number = emulated::capture();
-  *status = *number != 0 ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  return true;
-}
-
-#define C10_CUDA_CHECK(call) TORCH_CHECK(call)
+#define C10_CUDA_CHECK(call) TORCH_CHECK((call) == cudaSuccess)
 
 namespace c10::cuda {
 
