@@ -142,10 +142,10 @@ class Applied:
             assert optimizer._gradients is not None
             where = _named(optimizer._gradients.where)
             self._elsewhere.append(f"gradients lie in {where} until each is stepped")
-        if technique.weights_elsewhere:
+        moved = ["weights"] * technique.weights_elsewhere + ["states"] * technique.states_elsewhere
+        if moved:
             where = place_elsewhere(next(model.parameters()).is_cuda, place) or ""
-            states = " and states" if technique.states_elsewhere else ""
-            self._elsewhere.append(f"weights{states} lie in {_named(where)}")
+            self._elsewhere.append(f"{' and '.join(moved)} lie in {_named(where)}")
         self._attach()
         if in_backward is not None and condition is not None:
             in_backward.accumulate_when(condition)

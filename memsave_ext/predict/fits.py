@@ -155,8 +155,8 @@ def search(
         among = [techniques for techniques in among if not techniques.offload]
     rows, tops, skipped = [], {}, False
     to = None if place is None else os.fspath(place)
-    if len(among) > 1 and (device.type not in ("cpu", "cuda") or ranks is not None):
-        among = [techniques for techniques in among if not techniques.weights_elsewhere]
+    if len(among) > 1 and ranks is not None:
+        among = [techniques for techniques in among if not techniques.keeps_elsewhere]
     has_place = place_elsewhere(device.type == "cuda", place) is not None
     instead = {t: t.for_loops_that_clip() if has_place else None for t in among}
     tried = [instead[t] if refused and t.steps_in_backward else t for t in among]

@@ -254,7 +254,8 @@ ALL = (
     Techniques(loss_head=True, within_budget=True, adam_in_backward=True, state_dtype="8bit"),
     Techniques(checkpoint=True, adam_in_backward=True, state_dtype="8bit"),
     Techniques(checkpoint=True, adam_in_backward=True, state_dtype="4bit"),
-    # What is moved through a disk in each step comes last, although it is exact.
+    # What is moved through a disk or the bus in each step comes last, although it is exact.
+    Techniques(within_budget=True, adam_in_backward=True, states_elsewhere=True),
     Techniques(within_budget=True, optimizer_in_backward=True, weights_elsewhere=True),
     Techniques(
         within_budget=True, adam_in_backward=True, states_elsewhere=True, weights_elsewhere=True
