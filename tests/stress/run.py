@@ -35,6 +35,7 @@ PARTS = (
     "zoo_budgets",
     "predictions",
     "libraries",
+    "weights",
 )
 # They ask what the native part alone does: budgets, a track of what kernels make, operators that
 # run again.

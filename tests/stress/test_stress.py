@@ -26,6 +26,7 @@ from stress import (
     regions,
     rules,
     run,
+    weights,
     worlds,
     zoo_budgets,
 )
@@ -44,6 +45,7 @@ PARTS = {
     "zoo_budgets": (zoo_budgets, 11, 4),
     "predictions": (predictions, 4, 2),
     "libraries": (libraries, 200, 50),
+    "weights": (weights, 40, 10),
 }  # and their seeds, with --full and without
 
 
