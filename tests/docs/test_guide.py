@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import sampling
 import torch
 
 import memsave_ext as ms
@@ -47,6 +48,8 @@ def _as_before(monkeypatch):
 def test_every_cell_runs_and_says_what_is_shown():
     pytest.importorskip("matplotlib")
     parts = guide.parse(TEXT, guide.PAGE.parent)
+    if not sampling.full:  # the last cell trains models as deep as a budget lets them be
+        parts.remove(guide.cells(parts)[-1])
     shown = [(bool(cell.output), sorted(cell.pictures)) for cell in guide.cells(parts)]
     guide.execute(parts)  # what the page claims is asserted in its cells
     ran = [(bool(cell.output), sorted(cell.pictures)) for cell in guide.cells(parts)]
