@@ -73,7 +73,7 @@ class Hooks:
             for owned in found
         )
         self._forwards = 0
-        self._inside = threading.local()  # its attribute `depth`: how many modules run
+        self._calls = threading.local()  # its `numbers`: of the modules that run, outermost first
 
     def label(self) -> None:
         """Labels all parameters, buffers, gradients and optimizer states that there are now."""
@@ -87,7 +87,7 @@ class Hooks:
     def install(self) -> ExitStack:
         """Registers all hooks, or none if it raises; closing what is returned removes them."""
         with ExitStack() as stack:
-            self._modules.watch(stack, self._watchers)
+            self._modules.watch(stack, self._begin_call, self._end_call)
             for p, number in self._numbered_parameters().values():
                 if p.requires_grad and p.is_leaf:
                     hook = p.register_post_accumulate_grad_hook(self._gradient_hook(number))
@@ -97,22 +97,17 @@ class Hooks:
                 self._watch_optimizer(stack, optimizer, optimizer is optimizers[-1])
             return stack.pop_all()
 
-    def _watchers(self, number: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        enter, leave = self._tracker.enter_module, self._tracker.exit_module
-        inside = self._inside
+    @not_compiled
+    def _begin_call(self, number: int) -> None:
+        calls = self._calls.__dict__.setdefault("numbers", [])
+        if not calls:
+            self._begin_forward(number)
+        calls.append(number)
+        self._tracker.enter_module(number)
 
-        def before() -> None:
-            depth = getattr(inside, "depth", 0)
-            if not depth:
-                self._begin_forward(number)
-            inside.depth = depth + 1
-            enter(number)
-
-        def after() -> None:
-            inside.depth -= 1
-            leave(number)
-
-        return before, after
+    @not_compiled
+    def _end_call(self) -> None:
+        self._tracker.exit_module(self._calls.numbers.pop())
 
     def _begin_forward(self, number: int) -> None:
         """``number``: the outermost module, which is not necessarily the model."""

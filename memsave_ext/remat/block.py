@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -399,13 +398,9 @@ class remat:  # noqa: N801, a context manager is used like a function
 
     def _watch(self, stack: ExitStack) -> None:
         recorder = self._recorder
-
-        def watchers(number: int) -> tuple[Callable[[], None], Callable[[], None]]:
-            return partial(recorder.enter_module, number), recorder.leave_module
-
         if not isinstance(recorder, NoRecorder):
             if self._modules.parents:
-                self._modules.watch(stack, watchers)
+                self._modules.watch(stack, recorder.enter_module, recorder.leave_module)
             if telling := tell(self._pure):
                 stack.enter_context(telling)
 

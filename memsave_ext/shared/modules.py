@@ -30,7 +30,7 @@ _NAME = "_compiled_call_impl"
 _lock = threading.RLock()  # what is collected meanwhile may end its watching
 # By id, as code of a module that was loaded again is equal. A few: functions made anew share it.
 _not_compiled: dict[int, CodeType] = {}
-_Watcher = tuple[Callable[[], object], Callable[[], object]]
+_Watch = tuple[Callable[[int], object], Callable[[], object], int]
 
 
 class Layer(NamedTuple):
@@ -93,9 +93,7 @@ class Modules:
                 self._add(child, f"{name}.{key}" if name else key, number, seen)
 
     def watch(
-        self,
-        stack: ExitStack,
-        watchers: Callable[[int], tuple[Callable[[], object], Callable[[], object]]],
+        self, stack: ExitStack, before: Callable[[int], object], after: Callable[[], object]
     ) -> None:
         """Watches the calls of all modules until ``stack`` is closed.
 
@@ -105,26 +103,28 @@ class Modules:
         compiled are left out: it runs without calling them.
 
         Args:
-            watchers: by a module's number, what is called before and after it.
+            before: what is called before each, with the module's number. Neither this nor what is
+                called after it may be a function that a compiler would take: see not_compiled().
         """
-        left_out = set()
-        watched: list[tuple[_Calls, _Watcher]] = []
+        # Blocks do this in every step, and what is here for each module is most of what they take.
+        left_out: set[int] = set()
+        watched: list[tuple[_Calls, _Watch]] = []
         stack.callback(_forget, watched)
+        scripted, optimized = torch.jit.ScriptModule, _optimized()
         with _lock:
             for number, reference in enumerate(self._modules):
                 module = reference()
-                if self.parents[number] in left_out or isinstance(module, torch.jit.ScriptModule):
+                if isinstance(module, scripted) or self.parents[number] in left_out:
                     left_out.add(number)
                 elif module is not None:
-                    if is_compiled(module):
-                        left_out.add(number)
-                    before, after = watchers(number)
-                    watcher = (not_compiled(before), not_compiled(after))
                     calls = module.__dict__.get(_NAME)
                     if not isinstance(calls, _Calls):
-                        calls = module.__dict__[_NAME] = _Calls(module, calls)
-                    calls.watchers = (*calls.watchers, watcher)
-                    watched.append((calls, watcher))
+                        calls = module.__dict__[_NAME] = _Calls(reference, calls)
+                    if calls.compiled is not None or isinstance(module, optimized):
+                        left_out.add(number)
+                    watch = (before, after, number)
+                    calls.watches = (*calls.watches, watch)
+                    watched.append((calls, watch))
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
@@ -153,12 +153,18 @@ def not_compiled(function: Function) -> Function:
     return function
 
 
+def _optimized() -> tuple[type[nn.Module], ...]:
+    """The class of what ``torch.compile`` returns for a module, if it was ever called."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    return () if eval_frame is None else (eval_frame.OptimizedModule,)
+
+
 def without_compiler(module: nn.Module) -> nn.Module:
     """Returns the module that ``torch.compile`` made ``module`` of, or ``module`` itself."""
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    if eval_frame is None or not isinstance(module, eval_frame.OptimizedModule):
+    if not isinstance(module, _optimized()):
         return module
-    original: nn.Module = module._orig_mod
+    original: Any = module._orig_mod
+    assert isinstance(original, nn.Module)
     return original
 
 
@@ -166,22 +172,27 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether ``module`` is what ``torch.compile`` returned, or was compiled in place."""
     found = module.__dict__.get(_NAME)
     in_place = found.compiled if isinstance(found, _Calls) else found
-    return in_place is not None or without_compiler(module) is not module
+    return in_place is not None or isinstance(module, _optimized())
 
 
-def _forget(watched: list[tuple[_Calls, _Watcher]]) -> None:
+def _forget(watched: list[tuple[_Calls, _Watch]]) -> None:
     with _lock:
-        for calls, watcher in watched:
-            calls.forget(watcher)
+        for calls, watch in watched:
+            if len(calls.watches) == 1:
+                calls.give_back()
+            else:
+                calls.watches = tuple(w for w in calls.watches if w is not watch)
 
 
 class _Calls:
     """Stands in for the calls of a module that is watched."""
 
-    def __init__(self, module: nn.Module, compiled: Callable[..., Any] | None) -> None:
-        self._module = weakref.ref(module)  # it may be deleted meanwhile, and then free its memory
+    __slots__ = ("_module", "compiled", "watches")
+
+    def __init__(self, module: weakref.ref[nn.Module], compiled: Callable[..., Any] | None) -> None:
+        self._module = module  # it may be deleted meanwhile, and then free its memory
         self.compiled = compiled
-        self.watchers: tuple[_Watcher, ...] = ()
+        self.watches: tuple[_Watch, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
@@ -191,24 +202,23 @@ class _Calls:
         caller = sys._getframe(1).f_locals.get("self")
         if isinstance(caller, nn.Module) and caller.__dict__.get(_NAME) is self:
             module = caller
-        watchers = self.watchers
-        for before, _ in watchers:
-            before()
+        watches = self.watches
+        for before, _, number in watches:
+            before(number)
         try:
             return (self.compiled or module._call_impl)(*args, **kwargs)
         finally:
-            for _, after in reversed(watchers):
+            for _, after, _ in watches[::-1]:
                 after()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """A module that copies or pickles its attributes itself gets None, which is torch's."""
         return type(None), ()
 
-    def forget(self, watcher: _Watcher) -> None:
-        """The caller holds the lock."""
-        self.watchers = tuple(w for w in self.watchers if w is not watcher)
+    def give_back(self) -> None:
+        self.watches = ()
         module = self._module()
-        if self.watchers or module is None or module.__dict__.get(_NAME) is not self:
+        if module is None or module.__dict__.get(_NAME) is not self:
             return
         if self.compiled is None:
             del module.__dict__[_NAME]
