@@ -7,6 +7,7 @@ are the exception: sockets, shared memory, offsets of open files.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import pickle
@@ -240,12 +241,15 @@ def writing_files() -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@functools.cache
 def _import() -> None:
-    """Imports what fake tensors need: in each child it would take seconds."""
+    """Imports what fake tensors need: in each child it would take seconds, and what a first step
+    imports is compiled in each, as a child writes no files."""
     with suppress(OSError):
         tempfile.gettempdir()  # which writes a file, the first time
-    if not {"torch.fx.experimental.symbolic_shapes", "torch._dynamo"} <= sys.modules.keys():
-        new_mode()
+    new_mode()
+    with _disable_current_modes(), torch.autograd.profiler.record_function("imports"):
+        pass
 
 
 def _fork() -> int:

@@ -415,36 +415,46 @@ def _largest(
 ) -> int:
     """Returns the largest batch whose peak is within ``budget``, 0 for none.
 
-    Peaks grow nearly linearly with the batch, so that a line through two of them finds the next
-    size to try; where it stays on one side, the interval is halved. ``straight``: whether they do,
-    which those of a step that keeps to the budget while it can do not.
+    Args:
+        straight: whether peaks grow nearly linearly with the batch, which those of a step that
+            keeps to the budget do only where it cannot.
     """
     known = {batch: its_peak}
     low, high = (batch, _MOST + 1) if its_peak <= budget else (0, batch)
-    size = max(batch * 2 if low else batch // 2, 1)
     for attempt in range(64):
         if high - low <= 1:
             break
-        size = min(max(size, low + 1), high - 1)
+        line = _where_a_line_meets(known, budget, low, high, straight)
+        if not low and 1 not in known:
+            size = 1  # often it is none, and a line needs another size
+        elif high > _MOST:
+            size = min(4 * low if line is None else line, _MOST)
+        else:
+            size = (low + high) // 2 if line is None or attempt % 3 == 2 else line
         known[size] = peak(size)
         if known[size] <= budget:
             low = size
         else:
             high = size
-        if high > _MOST:
-            size = _next(known, budget) if straight else 2 * low
-        else:
-            size = _next(known, budget) if straight and attempt % 3 < 2 else (low + high) // 2
     return low
 
 
-def _next(known: dict[int, int], budget: int) -> int:
-    """Returns the size at which a line through the two sizes nearest to the budget meets it."""
-    near = sorted(known, key=lambda size: abs(known[size] - budget))[:2]
-    a, b = sorted(near)
-    if a == b or known[a] >= known[b]:
-        return 2 * max(known)
-    return a + int((budget - known[a]) * (b - a) / (known[b] - known[a]))
+def _where_a_line_meets(
+    known: dict[int, int], budget: int, low: int, high: int, straight: bool
+) -> int | None:
+    """Returns the size, above ``low`` and below ``high``, at which a line through two known peaks
+    meets the budget; None where there is none, as where two sizes need the same."""
+    near = sorted(known, key=lambda size: abs(known[size] - budget))
+    over = sorted(size for size in known if known[size] > budget)
+    around = [size for size in (low, high) if size in known]
+    for pair in (near[:2], around) if straight else (over[:2],):
+        if len(pair) < 2 or known[min(pair)] >= known[max(pair)]:
+            continue
+        a, b = sorted(pair)
+        size = a + (budget - known[a]) * (b - a) // (known[b] - known[a])
+        if low <= size < high:
+            return max(size, low + 1)
+    return None
 
 
 def _takes_batch(build: Callable[..., Any]) -> bool:
