@@ -86,7 +86,7 @@ def large():
 def test_the_cheapest_that_fits(large):
     """On a card, by what is reserved."""
     needed = {name: row.reserved for name, row in rows(large).items()}
-    assert len(needed) == 14
+    assert len(needed) == 17
     predicted = ms.memory.predict(wide, device="cuda")
     assert needed["as built"] == predicted.reserved
     assert rows(large)["as built"].peak == predicted.peak < predicted.reserved
@@ -240,6 +240,7 @@ def test_times_are_over_the_step_as_built(large):
     times = {name: row.time for name, row in rows(large).items()}
     assert times["as built"] == 1
     applied = {name for name, row in rows(large).items() if row.peak is not None}
+    applied = {name for name in applied if "elsewhere" not in name}
     assert applied == {name for name, time in times.items() if time is not None}
     assert times["checkpoint by block, Adam in backward"] < times["checkpoint by block"]
     head = large.report().partition("as built")[0]
@@ -317,7 +318,7 @@ def test_the_command_line(capsys):
     assert document["cheapest"] is None and document["budget"] == 1000
     assert document["rows"][0]["time"] == 1
     batches = [row["largest_batch"] for row in document["rows"] if not row["reason"]]
-    assert batches == [0] * (14 if ms._native.available else 11)
+    assert batches == [0] * (17 if ms._native.available else 11)
     assert main(["fits", where, "--budget", "much"]) == 2
     assert "budget must be" in capsys.readouterr().err
     with pytest.raises(ValueError, match="of the user's own"):
@@ -428,7 +429,7 @@ def test_grad_scalers_in_every_row():
 
     found = every(scaled, "1GB", device="cpu")
     assert rows(found)["as built"].fits and rows(found)["checkpoint by block"].fits
-    assert len(found.rows) == 16
+    assert len(found.rows) == 17
 
 
 @pytest.mark.parametrize("with_tqdm", [True, False], ids=["tqdm", "a line"])
