@@ -28,7 +28,7 @@ NATIVE = {
 # fits.
 SMALLER = {
     "fits": {"depth=32": "depth=2", '"24GB"': '"9GB"', '"3.5GB"': '"6.5GB"'},
-    "symptoms": {'"250MB", devices': '"450MB", devices'},
+    "symptoms": {'"250MB", devices': '"700MB", devices'},
 }
 
 
