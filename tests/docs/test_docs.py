@@ -24,8 +24,12 @@ NATIVE = {
     "symptoms": "remat is in it",
     "fits": "tests/predict has the same in pure Python with smaller models",
 }
-# Run in place of what a page shows, which takes half a minute: as many means are tried.
-SMALLER = {"fits": {"depth=32": "depth=2", '"24GB"': '"3.4GB"'}}
+# Run in place of what a page shows, which takes half a minute: as many means are tried before one
+# fits.
+SMALLER = {
+    "fits": {"depth=32": "depth=2", '"24GB"': '"9GB"', '"3.5GB"': '"6.5GB"'},
+    "symptoms": {'"250MB", devices': '"700MB", devices'},
+}
 
 
 @pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
