@@ -108,7 +108,6 @@ class Weights:
         self._where = where
         native = _native.module if _native.module and _native.module.with_cuda else None
         self._memory = ManagedMemory(native) if where == "cpu" else _WatchedFile(where)
-        self._large_memory: LargeMemory | None = LargeMemory()
         self._uses = _Uses(self._memory)
         self._hooks: list[Any] = []
 
@@ -128,8 +127,7 @@ class Weights:
         self._hooks.clear()
         for param in self._there():
             param.data = param.data.clone()
-        self._large_memory = None
-        self._uses.beside = None
+        self._uses.large_memory = self._uses.beside = None
 
     def let_go(self) -> None:
         """Gives the memory of what is in use back. What is used again comes again."""
@@ -209,6 +207,7 @@ class _Uses:
     this, and nothing that has the model: who drops that frees it.
 
     Attributes:
+        large_memory: kept while modules use weights, also where nobody has the handle.
         beside: in a prediction, what stays on a device beside what torch's allocator has.
     """
 
@@ -217,6 +216,7 @@ class _Uses:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._after: dict[tuple[int, int], int] = {}  # which was called after two others
         self._called = (-1, -1)  # the last two
+        self.large_memory: LargeMemory | None = LargeMemory()
         self.beside: Tensor | None = None
 
     def watch(self, module: nn.Module) -> list[Any]:

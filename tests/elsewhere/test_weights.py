@@ -18,6 +18,7 @@ from helpers import run_threads
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext.elsewhere import weights
 from memsave_ext.predict.techniques import named
 from memsave_ext.store.file import Region
 from memsave_ext.store.mapped import is_mapped
@@ -508,16 +509,29 @@ def test_twice_takes_what_is_not_there(tmp_path):
     assert mapped(net) == LARGE - 2
 
 
-def test_a_handle_or_a_model_that_goes(tmp_path):
+def test_a_handle_or_a_model_that_goes(tmp_path, monkeypatch):
+    held = []
+
+    class Held(weights.LargeMemory):
+        def __init__(self):
+            super().__init__()
+            held.append(weakref.ref(self))
+
+    monkeypatch.setattr(weights, "LargeMemory", Held)
     net = network()
     ms.weights_on(net, tmp_path)
     gc.collect()
+    assert held[0]() is not None  # as long as the model may use weights
     train(net, torch.optim.SGD(net.parameters(), 0.1), 1)
     weight, watched = net.mlp[0].weight, weakref.ref(net)
     value = weight.detach().clone()
-    del net
     gc.collect()
-    assert watched() is None
+    gc.disable()  # nothing of it is in a cycle
+    try:
+        del net
+        assert watched() is None and held[0]() is None
+    finally:
+        gc.enable()
     assert torch.equal(weight, value)  # its memory is there as long as it is
 
 
