@@ -154,7 +154,7 @@ def not_compiled(function: Function) -> Function:
 
 
 def _optimized() -> tuple[type[nn.Module], ...]:
-    """The class of what ``torch.compile`` returns for a module, if it was ever called."""
+    """The class of what ``torch.compile`` returns for a module, if it was imported."""
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     return () if eval_frame is None else (eval_frame.OptimizedModule,)
 

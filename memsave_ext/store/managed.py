@@ -9,10 +9,10 @@ from collections.abc import Container, Iterable
 from types import ModuleType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .host import copy_streams
-from .mapped import add
+from .mapped import add, is_plain, laid_on
 
 
 class ManagedMemory:
@@ -51,13 +51,11 @@ class ManagedMemory:
         if self._native is None:
             raise ValueError("weights on CUDA can lie elsewhere with the native part only")
         memory = self._native.managed_memory(tensor.nbytes, tensor.device, self._number)
-        strides = torch.empty_like(tensor, device="meta").stride()
-        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return made.set_(memory.untyped_storage(), 0, tensor.shape, strides)
+        return laid_on(memory.untyped_storage(), tensor)
 
     def has(self, tensor: Tensor) -> bool:
         """Whether it is one of these."""
-        if self._native is None or type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_cuda:
+        if self._native is None or not is_plain(tensor) or not tensor.is_cuda:
             return False
         owner: int = self._native.managed_owner(tensor)
         return owner == self._number
@@ -69,10 +67,10 @@ class ManagedMemory:
     def use(self, now: list[Tensor], later: list[Tensor]) -> None:
         """Has some of these tensors on the device for what is queued next on its current stream,
         and those that are used after them on their way. What was used long ago goes back."""
+        if not (now or later) or torch.cuda.is_current_stream_capturing():
+            return
         with self._lock:
             for device in dict.fromkeys(tensor.device for tensor in (*now, *later)):
-                if torch.cuda.is_current_stream_capturing():
-                    continue
                 if device not in self._there:
                     self._there[device] = _There(device, self)
                 self._there[device].use(_of(device, now), _of(device, later), self.room)

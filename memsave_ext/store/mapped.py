@@ -39,10 +39,8 @@ class MappedFile:
         memory = region.memory(tensor.nbytes)
         storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
         weakref.finalize(memory, self._give_back, storage.data_ptr(), region).atexit = False
-        strides = torch.empty_like(tensor, device="meta").stride()
-        made = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, strides)
         self._regions[storage.data_ptr()] = region
-        return made
+        return laid_on(storage, tensor)
 
     def region_of(self, tensor: Tensor) -> Region | None:
         """Returns the memory of one of these; None for another tensor."""
@@ -72,6 +70,18 @@ _all: weakref.WeakSet[Place] = weakref.WeakSet()
 _PLAIN = (Tensor, nn.Parameter)
 _PRETENDS = "_memsave_ext_mapped"  # an attribute of fake tensors
 _used = False  # whether there has ever been one, also a pretended one
+
+
+def laid_on(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
+    """Returns a tensor like this one, whose memory is that of ``storage``."""
+    strides = torch.empty_like(tensor, device="meta").stride()
+    made = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    return made.set_(storage, 0, tensor.shape, strides)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its class has nothing but values."""
+    return type(tensor) in _PLAIN
 
 
 def add(place: Place) -> None:
@@ -120,4 +130,4 @@ def in_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def _has_memory(tensor: Tensor) -> bool:
     """Whether it is of the CPU and has an address."""
-    return type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout == torch.strided
+    return is_plain(tensor) and tensor.is_cpu and tensor.layout == torch.strided

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from on_device import needs_kernels
+from on_device import capture, needs_kernels
 from torch import nn
 from torch.nn import functional as F
 
@@ -108,16 +108,18 @@ def test_weights_are_built_where_they_are_to_lie():
 
 
 def test_weights_copies_averages_and_states():
-    net = network()
+    net, plain = network(), network()
     ms.weights_on(net, "cpu")
-    average = torch.optim.swa_utils.AveragedModel(net, use_buffers=False)
+    average, other = map(torch.optim.swa_utils.AveragedModel, (net, plain))
     twin = copy.deepcopy(net)
     assert not any(map(is_mapped, twin.parameters()))
     saved = {name: value.clone() for name, value in net.state_dict().items()}
-    optimizer = ms.AdamW(net.parameters(), in_backward=True)
-    for step in range(2):
-        train(net, optimizer, 1, step)
-        average.update_parameters(net)
+    for model, averaged in ((net, average), (plain, other)):
+        optimizer = ms.AdamW(model.parameters(), in_backward=True)
+        for step in range(2):
+            train(model, optimizer, 1, step)
+            averaged.update_parameters(model)
+    assert_same(average, other)
     twin.load_state_dict(saved)
     net.load_state_dict(saved)
     assert_same(net, twin)
@@ -171,9 +173,6 @@ def test_weights_of_a_graph_are_read_where_they_are():
     ms.weights_on(net, "cpu")
     x = data()
     with torch.no_grad():
-        net(x)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = net(x)
-        graph.replay()
+        replay, out = capture(lambda: net(x), warmup=1)
+        replay()
         assert torch.equal(out.cpu(), plain(x).cpu())

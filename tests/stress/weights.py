@@ -7,8 +7,6 @@ import gc
 import random
 import tempfile
 import threading
-import traceback
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +16,8 @@ from torch import nn
 import memsave_ext as ms
 from memsave_ext import _native
 from memsave_ext.store.mapped import is_mapped
+
+from .loops import verdict_of
 
 WIDTH = 132  # a square of it is 69,696 bytes: more than stays in memory
 
@@ -118,7 +118,7 @@ def generate(seed: int, without: list[str]) -> Case:
         "built": rng.random() < 0.3,
         "first": rng.random() < 0.3,  # whether the optimizer is made before
         "clipped": rng.random() < 0.3,
-        "events": [[rng.choice(events) if rng.random() < 0.6 else ""] for _ in range(steps)],
+        "events": [rng.choice(events) if rng.random() < 0.6 else "" for _ in range(steps)],
     }
 
 
@@ -137,7 +137,7 @@ class Training:
             ms.checkpoint_modules(self.model, (nn.Linear, Tied, Recurrent))
         if case["wrap"] == "budget":
             ms.remat_module(self.model, budget=0.6)
-        self.average = None
+        self.average: torch.optim.swa_utils.AveragedModel | None = None
 
     def _build(self) -> nn.Module:
         torch.manual_seed(0)
@@ -156,7 +156,7 @@ class Training:
     def step(self, number: int) -> float:
         torch.manual_seed(100 + number)
         x = torch.randn(2, 3, WIDTH)
-        (event,) = self.case["events"][number]
+        event = self.case["events"][number]
         self.before(event, x)
         loss = self.model(x).square().mean()
         if event == "let go before backward":
@@ -166,6 +166,8 @@ class Training:
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update_parameters(self.model)
         return float(loss.detach())
 
     def before(self, event: str, x: torch.Tensor) -> None:
@@ -230,23 +232,18 @@ def check(case: Case) -> str:
             losses = plain.step(number), ours.step(number)
             if losses[0] != losses[1]:
                 return f"other bits: step {number}: losses {losses}"
-        for (name, p), q in zip(
-            plain.model.named_parameters(), ours.model.parameters(), strict=True
-        ):
-            if not torch.equal(p, q):
-                return f"other bits: {name}"
+        for what in ("model", "average"):
+            if (model := getattr(plain, what)) is None:
+                continue
+            others = getattr(ours, what).parameters()
+            for (name, p), q in zip(model.named_parameters(), others, strict=True):
+                if not torch.equal(p, q):
+                    return f"other bits: {what}: {name}"
         return ""
 
 
 def guarded(case: Case) -> str:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return check(case)
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)[-3:]
-        where = ", ".join(f"{frame.name}:{frame.lineno}" for frame in frames)
-        return f"error: {type(error).__name__}: {error} ({where})"
+    return verdict_of(lambda: check(case))
 
 
 def shrink(case: Case, verdict: str) -> Case:
@@ -261,8 +258,8 @@ def shrink(case: Case, verdict: str) -> Case:
         for i in range(len(events)):
             if len(events) > 1:
                 smaller.append({**case, "events": events[:i] + events[i + 1 :]})
-            if events[i] != [""]:
-                smaller.append({**case, "events": [*events[:i], [""], *events[i + 1 :]]})
+            if events[i]:
+                smaller.append({**case, "events": [*events[:i], "", *events[i + 1 :]]})
         for other in smaller:
             if guarded(other)[:10] == verdict[:10]:
                 case, progress = other, True

@@ -463,8 +463,8 @@ MISTAKES = [
     Mistake(
         "weights are moved while a graph is captured",
         "memsave_ext/store/managed.py",
-        "if torch.cuda.is_current_stream_capturing():",
-        "if not MISTAKE and torch.cuda.is_current_stream_capturing():",
+        "or torch.cuda.is_current_stream_capturing():",
+        "or (not MISTAKE and torch.cuda.is_current_stream_capturing()):",
         "weights_of_a_graph",
         "while a graph is captured",
     ),
