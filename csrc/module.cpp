@@ -58,7 +58,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("register_functions", &memsave_ext::register_functions);
   m.def("use_engine_hooks", &memsave_ext::checkpoint::use_engine_hooks);
   m.def("fork_child", &memsave_ext::dry_run::fork_child);
-  m.def("tensors", &memsave_ext::dry_run::tensors);
+  m.def("instances", &memsave_ext::dry_run::instances);
   m.def("give_checkpoint_rules", &memsave_ext::checkpoint::give_rules);
   m.def("is_any_pending", &memsave_ext::checkpoint::is_any_pending);
   m.def("note_step", &memsave_ext::checkpoint::note_step);

@@ -2,7 +2,6 @@
 
 #include <pybind11/pybind11.h>
 #include <sys/prctl.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -108,7 +107,7 @@ std::vector<PyObject*> oldest_objects(PyObject* one) {
 
 }  // namespace
 
-py::list tensors() {
+py::list instances(const py::type& kind, const py::type& other) {
   const py::module_ gc = py::module_::import("gc");
   gc.attr("freeze")();  // all generations, which are one then
   gc.attr("unfreeze")();
@@ -119,10 +118,12 @@ py::list tensors() {
     for (const auto& object : listed) objects.push_back(object.ptr());
   }
   py::list found;
+  auto* const one = reinterpret_cast<PyTypeObject*>(kind.ptr());
+  auto* const another = reinterpret_cast<PyTypeObject*>(other.ptr());
   // By the type alone: other objects may do anything when they are asked for their class.
-  auto* const kind = reinterpret_cast<PyTypeObject*>(THPVariableClass);
   for (PyObject* object : objects) {
-    if (PyType_IsSubtype(Py_TYPE(object), kind)) found.append(object);
+    auto* const type = Py_TYPE(object);
+    if (PyType_IsSubtype(type, one) || PyType_IsSubtype(type, another)) found.append(object);
   }
   return found;
 }

@@ -10,8 +10,9 @@ namespace memsave_ext::dry_run {
 // Throws an OSError.
 int fork_child();
 
-// All tensors that the garbage collector knows, also frozen ones. For a child: it writes to none of
-// the other objects, whose memory would be copied, and moves all into the oldest generation.
-pybind11::list tensors();
+// All objects of two types that the garbage collector knows, also frozen ones. For a child: it
+// writes to none of the others, whose memory would be copied, and moves all into the oldest
+// generation.
+pybind11::list instances(const pybind11::type& kind, const pybind11::type& other);
 
 }  // namespace memsave_ext::dry_run

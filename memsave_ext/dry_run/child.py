@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _native
@@ -41,6 +41,7 @@ _LOOK = 0.1  # seconds between two looks at it
 _HEADER = struct.Struct("q")  # bytes of a message
 _pipe = -1  # in a child: where its messages go
 tensors: list[Tensor] = []  # in a child: all of the process
+_modules: list[nn.Module] = []  # likewise
 _held: list[Any] = []  # in a child: what stays alive
 
 
@@ -127,7 +128,7 @@ class Child(Generic[Result]):
         self.stop()
 
     def _fork(self) -> None:
-        global _pipe, tensors
+        global _pipe
         _import()
         state, threads = random.getstate(), torch.get_num_threads()
         cards = torch.cuda.device_count() if torch.cuda.is_initialized() else None
@@ -140,7 +141,8 @@ class Child(Generic[Result]):
             raise ChildError(f"no child process can be made: {error.strerror}") from error
         if pid == 0:
             try:
-                _pipe, tensors = write, _all_tensors()
+                _pipe = write
+                _find()
                 os.close(read)
                 _prepare(state, threads, cards)
                 _run(self._function)
@@ -276,14 +278,24 @@ class _Engine:
         return getattr(self._torchs, name)
 
 
-def _all_tensors() -> list[Tensor]:
-    """Returns those that the garbage collector knows."""
+def all_modules() -> list[nn.Module]:
+    """In a child: returns the modules of the process and those that were made since."""
+    return [*_modules, *(each for each in gc.get_objects() if nn.Module in type(each).__mro__)]
+
+
+def _find() -> None:
+    """In a child: finds the tensors and modules that the garbage collector knows, once, as it takes
+    a tenth of a second. What it knows later was made in the child."""
     gc.disable()
+    found: list[Any]
     if _native.module:
-        found: list[Tensor] = _native.module.tensors()
-        return found
-    gc.unfreeze()  # what is frozen is not found
-    return [value for value in gc.get_objects() if Tensor in type(value).__mro__]
+        found = _native.module.instances(Tensor, nn.Module)
+    else:
+        gc.unfreeze()  # what is frozen is not found
+        found = gc.get_objects()
+    tensors[:] = [each for each in found if Tensor in type(each).__mro__]
+    _modules[:] = [each for each in found if nn.Module in type(each).__mro__]
+    gc.freeze()
 
 
 def _prepare(state: Any, threads: int, cards: int | None) -> None:

@@ -3,7 +3,6 @@ child process."""
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..dry_run.child import Child, ChildError, allow, note
+from ..dry_run.child import Child, ChildError, all_modules, allow, note
 from ..dry_run.world import follow_libraries, on_fakes
 from ..fakes.cuda import step_as_on_cuda
 from ..fakes.repeats import Learned, learn
@@ -338,8 +337,7 @@ def _of_other_models(reached: Iterable[Tensor]) -> list[Tensor]:
             left[id(tensor)] = tensor
     if not left:
         return parameters
-    modules = (value for value in gc.get_objects() if nn.Module in type(value).__mro__)
-    buffers = (b for module in modules for b in module.__dict__.get("_buffers", {}).values())
+    buffers = (b for each in all_modules() for b in each.__dict__.get("_buffers", {}).values())
     return [*parameters, *(left.pop(id(buffer)) for buffer in buffers if id(buffer) in left)]
 
 

@@ -59,6 +59,8 @@ int64_t emulated_take_most_managed() { return emulated::take_most_managed(); }
 
 int64_t emulated_questions() { return emulated::questions(); }
 
+int64_t emulated_recorded_events() { return emulated::recorded_events(); }
+
 void emulated_allocate_for_a_moment(size_t bytes) { emulated::allocate_for_a_moment(bytes); }
 
 void emulated_check_lock_of_stats(bool check) { emulated::check_lock_of_stats(check); }

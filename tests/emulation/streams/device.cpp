@@ -68,6 +68,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex,
               c10::EventFlag) const override {
+    ++recorded_events;
     if (*event == nullptr) *event = new Event;
     event_of(*event) = {recorded(stream.id()), std::chrono::steady_clock::now()};
   }
@@ -90,6 +91,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     if (data) used_on(data.get(), stream.id());
   }
+
+  static inline std::atomic<int64_t> recorded_events = 0;
 };
 
 // An allocation that waits before it takes the allocator's lock, where a case asks for it.
@@ -289,6 +292,8 @@ size_t memory() { return Allocator::memory_limit; }
 void limit_memory(size_t bytes) { Allocator::memory_limit = bytes; }
 
 int64_t questions() { return Allocator::questions; }
+
+int64_t recorded_events() { return Guard::recorded_events; }
 
 void allocate_for_a_moment(size_t bytes) {
   allocator.resetPeakStats(0);

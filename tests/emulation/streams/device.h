@@ -25,6 +25,7 @@ size_t memory();
 void limit_memory(size_t bytes);  // 0: it is not limited
 // How often the allocator was asked for its statistics.
 int64_t questions();
+int64_t recorded_events();  // since the device was loaded
 // Without an operator, and the most that the allocator has given out since.
 void allocate_for_a_moment(size_t bytes);
 // Whether it is a failure to ask for statistics with a lock that an allocation on another thread,

@@ -25,6 +25,7 @@ _library.emulated_has_waited.restype = ctypes.c_bool
 _library.emulated_has_waited.argtypes = [ctypes.c_int64, ctypes.c_int64]
 _library.emulated_bytes_allocated.restype = ctypes.c_int64
 _library.emulated_questions.restype = ctypes.c_int64
+_library.emulated_recorded_events.restype = ctypes.c_int64
 _library.emulated_take_faults.restype = ctypes.c_int64
 _library.emulated_take_most_managed.restype = ctypes.c_int64
 _library.emulated_refuse_waits.argtypes = [ctypes.c_bool]
@@ -61,6 +62,12 @@ def has_waited(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> bool:
 def questions() -> int:
     """How often the allocator was asked for its statistics."""
     count: int = _library.emulated_questions()
+    return count
+
+
+def recorded_events() -> int:
+    """How often an event was recorded, by whomever."""
+    count: int = _library.emulated_recorded_events()
     return count
 
 

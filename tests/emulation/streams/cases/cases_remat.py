@@ -133,6 +133,22 @@ def test_the_allocator_is_asked_once_a_step():
     assert asked == [1, 1]  # after that it says what it gives
 
 
+@pytest.mark.parametrize("budget", [0.5, "1TB"])
+def test_a_known_step_measures_nothing(budget):
+    """Two events for each operator are host time; the times of earlier steps stay."""
+    net = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.GELU()))).to(DEVICE)
+    x = torch.randn(256, 32, device=DEVICE)
+    recorded = []
+    for _ in range(8):
+        before = fake_cuda.recorded_events()
+        with ms.remat(budget=budget) as block:
+            loss = net(x).sum()
+        loss.backward()
+        recorded.append(fake_cuda.recorded_events() - before)
+    assert (block.figures().dropped_bytes > 0) == (budget == 0.5)
+    assert recorded[0] >= 2 * 16 and recorded[-1] == 0, recorded
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_captured_step(seed, kind):
     """Whether or not the times of earlier steps have been read, the capture asks for none."""
