@@ -181,10 +181,15 @@ def search(
             # Most models have no such head.
             if row.peak is not None or not techniques.loss_head or len(among) == 1:
                 rows.append(row)
+            elif techniques == Techniques(loss_head=True):
+                predictions.leave_out_heads()
             return row
 
         for techniques in among:
             shown.begin(techniques.name)
+            if predictions.leaves_out(techniques):
+                shown.end()
+                continue
             if refused and techniques.steps_in_backward:
                 row = Fit(*techniques.told, reason=refused)
                 rows.append(row)
@@ -271,7 +276,7 @@ class _Predictions:
         self._waiting = list(order)
         self._running: dict[Techniques, Child[Told]] = {}
         self._remat_budgets: dict[tuple[Techniques, int | None], int] = {}
-        self._at_once = 1
+        self._at_once, self._heads = 1, True
 
     def __enter__(self) -> _Predictions:
         return self
@@ -279,6 +284,14 @@ class _Predictions:
     def __exit__(self, *_: object) -> None:
         for child in self._running.values():
             child.stop()
+
+    def leave_out_heads(self) -> None:
+        """From now on, as what does not apply alone does not apply with other means."""
+        self._heads = False
+        self._waiting = [each for each in self._waiting if not each.loss_head]
+
+    def leaves_out(self, techniques: Techniques) -> bool:
+        return techniques.loss_head and not self._heads
 
     def first(self, techniques: Techniques) -> PredictedStep:
         """Predicts a step of the batch that is asked for first."""

@@ -424,13 +424,19 @@ def frozen(kind):
     return found
 
 
-def of_kinds(function):
-    return {f"{function.__name__}: {kind}": functools.partial(function, kind) for kind in KINDS}
+# By their names; how a function is run every time, as each takes seconds: the others with --full.
+EVERY_TIME = {
+    within_a_budget: "fsdp2", searched: "fsdp2", clipped_elsewhere: "ddp", in_backward: "ddp",
+    raising: "ddp", frozen: "fsdp2", trl_sft: "ddp", accelerated: "fsdp2", lightning: "ddp",
+    lightning_tight: "ddp", lightning_resumed: "fsdp2",
+}  # fmt: skip
 
 
-RUNS = {"as_torchrun_says": as_torchrun_says}
-for one in (
-    within_a_budget, searched, clipped_elsewhere, in_backward, raising, frozen, trl_sft,
-    accelerated, lightning, lightning_tight, lightning_resumed,
-):  # fmt: skip
-    RUNS |= of_kinds(one)
+def to_run(full):
+    kinds_of = {one: KINDS if full else (kind,) for one, kind in EVERY_TIME.items()}
+    named = {
+        f"{one.__name__}: {kind}": functools.partial(one, kind)
+        for one, kinds in kinds_of.items()
+        for kind in kinds
+    }
+    return {"as_torchrun_says": as_torchrun_says, **named}
