@@ -8,6 +8,7 @@ import random
 import warnings
 
 import pytest
+import sampling
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, whole
@@ -270,11 +271,11 @@ def random_training(seed, sharding, within):
     return whole(model.parameters()), dropped
 
 
-def random_programs():
+def random_programs(count):
     """Each process follows plans of its own."""
     warnings.simplefilter("ignore", UserWarning)
     found = {}
-    for seed in range(8):
+    for seed in range(count):
         sharding = seed % 2 == 1
         plain, _ = random_training(seed, sharding, within=False)
         ours, dropped = random_training(seed, sharding, within=True)
@@ -324,7 +325,11 @@ def with_nothing_known(function):
 
 @pytest.fixture(scope="module")
 def results():
-    return run_ranks(2, {f.__name__: functools.partial(with_nothing_known, f) for f in FUNCTIONS})
+    functions = {f.__name__: f for f in FUNCTIONS}
+    functions["random_programs"] = functools.partial(random_programs, 8 if sampling.full else 3)
+    return run_ranks(
+        2, {name: functools.partial(with_nothing_known, f) for name, f in functions.items()}
+    )
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")

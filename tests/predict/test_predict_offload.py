@@ -153,7 +153,9 @@ def test_a_card_moves_to_a_folder(tmp_path):
 
 
 def test_a_card_moves_to_the_hosts_memory():
-    found = ms.memory.fits(builder(lambda: blocks(1 << 16)), 300 << 20, offload="cpu", device="cuda")
+    found = ms.memory.fits(
+        builder(lambda: blocks(1 << 16)), 300 << 20, offload="cpu", device="cuda"
+    )
     rows = {row.name: row for row in found.rows}
     row = rows["remat within the budget, offload"]
     assert found.cheapest is row

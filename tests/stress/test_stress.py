@@ -76,13 +76,14 @@ def test_what_only_runs_natively_is_run_so():
 
 
 def test_a_sample_of_each_operator_and_module():
-    """Of torch's databases; and that things are dropped while nearly all of them run."""
+    """Of torch's databases, with --full of all; and that things are dropped while nearly all run."""
     counts = {way: databases.Counts() for way in databases.ways()}
-    for case in databases.cases():
+    cases = sampling.some(databases.cases(), len(databases.cases()) // 3)
+    for case in cases:
         for way, counted in databases.check(case, most=1).items():
             counts[way] += counted
     for counted in counts.values():
-        assert counted.samples > 1600
+        assert counted.samples > 0.9 * len(cases)
         assert counted.refused < 20
     if ms._native.available:
         assert counts["remat"].dropped > 0.95 * counts["remat"].samples
