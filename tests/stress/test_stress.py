@@ -76,7 +76,7 @@ def test_what_only_runs_natively_is_run_so():
 
 
 def test_a_sample_of_each_operator_and_module():
-    """Of torch's databases, with --full of all; and that things are dropped while nearly all run."""
+    """Of torch's databases, all with --full; and that things are dropped while nearly all run."""
     counts = {way: databases.Counts() for way in databases.ways()}
     cases = sampling.some(databases.cases(), len(databases.cases()) // 3)
     for case in cases:
