@@ -18,6 +18,8 @@ settings.load_profile("memsave_ext")
 LONGEST = {
     "test_stress.py", "test_fit_zoo.py", "test_fits.py", "test_fit.py", "test_guide.py",
     "test_user_code.py", "test_budget_ahead.py", "test_benchmarks_training.py",
+    "test_benchmarks.py", "test_distributed_example.py", "test_trained_ranks.py",
+    "test_fit_trainers.py", "test_quantized.py", "test_gradients.py", "test_predict_offload.py",
 }  # fmt: skip
 
 

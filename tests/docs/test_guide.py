@@ -48,8 +48,10 @@ def _as_before(monkeypatch):
 def test_every_cell_runs_and_says_what_is_shown():
     pytest.importorskip("matplotlib")
     parts = guide.parse(TEXT, guide.PAGE.parent)
-    if not sampling.full:  # the last cell trains models as deep as a budget lets them be
-        parts.remove(guide.cells(parts)[-1])
+    if not sampling.full:  # a third of the time each: products in bfloat16, and the deepest models
+        *others, last = guide.cells(parts)
+        for cell in [last, *(c for c in others if re.search(r"\bsmall\b", c.source))]:
+            parts.remove(cell)
     shown = [(bool(cell.output), sorted(cell.pictures)) for cell in guide.cells(parts)]
     guide.execute(parts)  # what the page claims is asserted in its cells
     ran = [(bool(cell.output), sorted(cell.pictures)) for cell in guide.cells(parts)]
@@ -59,7 +61,8 @@ def test_every_cell_runs_and_says_what_is_shown():
     assert all(0 < after < before for _, before, after in savings)
     table = TEXT.partition("<!-- savings:begin -->")[2].partition("<!-- savings:end -->")[0]
     rows = re.findall(r"^\| \d+ \| (.*?) \|", table, re.MULTILINE)
-    assert rows == [technique for technique, _, _ in savings]
+    made = [technique for technique, _, _ in savings]
+    assert rows == made if sampling.full else {*made} < {*rows} and len(made) > len(rows) - 3
 
 
 def test_notebook_has_the_page():

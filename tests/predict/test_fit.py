@@ -292,6 +292,7 @@ def wide(clip=1e-3):
         (False, 10, ["weights", "states"]),
     ],
 )
+@pytest.mark.once
 @pytest.mark.skipif(not ms._native.available, reason="a budget is native")
 def test_what_lies_elsewhere_before_nothing_fits(in_backward, mib, moved, tmp_path, capsys):
     x = torch.randn(64, 256)
@@ -353,6 +354,7 @@ def test_a_loop_that_clips_has_its_gradients_elsewhere(tmp_path):
         assert torch.equal(one, other)
 
 
+@pytest.mark.once
 def test_fits_knows_a_step_that_clips(tmp_path):
     def build():
         model, optimizer, _, step = wide()
