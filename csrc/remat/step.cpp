@@ -243,7 +243,7 @@ void Step::end_moment() {
 
 std::unique_ptr<DeviceTime> Step::start_time(uint64_t key, at::Device device) {
   const std::lock_guard<Lock> lock(mutex_);
-  if (finished_) return nullptr;
+  if (finished_ || script_) return nullptr;
   // The shortest of so many is about the operator's time without waiting for the host.
   constexpr int kMostTimes = 3;
   const auto is_same = [key](const TimeOfKey& time) { return time.key == key; };
