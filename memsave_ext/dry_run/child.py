@@ -141,6 +141,8 @@ class Child(Generic[Result]):
             raise ChildError(f"no child process can be made: {error.strerror}") from error
         if pid == 0:
             try:
+                sys.settrace(None)  # a debugger's or a profiler's
+                sys.setprofile(None)
                 _pipe = write
                 _find()
                 os.close(read)
@@ -300,8 +302,6 @@ def _find() -> None:
 
 def _prepare(state: Any, threads: int, cards: int | None) -> None:
     """Makes the child fit to run what the parent was about to run."""
-    sys.settrace(None)  # a debugger's or a profiler's
-    sys.setprofile(None)
     random.setstate(state)  # Python gives each child another
     for one in signal.valid_signals():
         if callable(signal.getsignal(one)):
