@@ -292,7 +292,6 @@ def wide(clip=1e-3):
         (False, 10, ["weights", "states"]),
     ],
 )
-@pytest.mark.once
 @pytest.mark.skipif(not ms._native.available, reason="a budget is native")
 def test_what_lies_elsewhere_before_nothing_fits(in_backward, mib, moved, tmp_path, capsys):
     x = torch.randn(64, 256)

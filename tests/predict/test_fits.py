@@ -11,7 +11,7 @@ from torch import nn
 
 import memsave_ext as ms
 from memsave_ext.memory.__main__ import main
-from memsave_ext.predict import picture
+from memsave_ext.predict import fits, picture
 from memsave_ext.predict.fits import _largest, search
 from memsave_ext.predict.techniques import ALL, Techniques, blocks_of
 
@@ -112,6 +112,20 @@ def test_remat_keeps_to_less_than_a_budget_of_reserved_bytes():
     row = rows(ms.memory.fits(wide, budget))["remat within the budget"]
     assert row.fits and row.peak <= 1.02 * row.remat_budget and row.reserved <= budget
     assert row.remat_budget < budget
+
+
+def test_a_head_that_does_not_apply_is_tried_once(monkeypatch):
+    """And only what has none is left in the table. Idle cores begin with the next ones."""
+    monkeypatch.setattr(fits, "_idle_cores", lambda: 1)
+    tried, heads = Shared(), [techniques for techniques in ALL if techniques.loss_head]
+
+    def noted():
+        tried.append(1)
+        return build()
+
+    found = search(noted, 1, device=torch.device("cpu"), every=True, among=[ALL[0], *heads])
+    assert len(heads) > 2 and [row.name for row in found.rows] == ["as built"]
+    assert len(tried.values()) == 2
 
 
 def test_means_are_what_they_are_called():

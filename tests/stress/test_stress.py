@@ -78,13 +78,15 @@ def test_what_only_runs_natively_is_run_so():
 def test_a_sample_of_each_operator_and_module():
     """Of torch's databases, all with --full; and that things are dropped while nearly all run."""
     counts = {way: databases.Counts() for way in databases.ways()}
-    cases = sampling.some(databases.cases(), len(databases.cases()) // 3)
+    every = databases.cases()
+    cases = sampling.some(every, len(every) // 3)
+    share = len(cases) / len(every)
     for case in cases:
         for way, counted in databases.check(case, most=1).items():
             counts[way] += counted
     for counted in counts.values():
-        assert counted.samples > 0.9 * len(cases)
-        assert counted.refused < 20
+        assert counted.samples > 1600 * share
+        assert counted.refused < 20 * share
     if ms._native.available:
         assert counts["remat"].dropped > 0.95 * counts["remat"].samples
         assert counts["offload"].moved > 0.9 * counts["offload"].samples
