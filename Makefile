@@ -32,15 +32,16 @@ PYTEST := $(VENV) -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --
 # fake tensors, which are Python there, too. Tests of other files are marked with pytest.mark.once.
 ONCE := tests/benchmarks tests/distributed/test_distributed_example.py
 ONCE += tests/docs/test_contributing.py tests/docs/test_docs_site.py tests/docs/test_guide.py
-ONCE += $(addprefix tests/predict/test_,fits.py predict_kinds.py predict_loops.py predict_autocast.py)
-ONCE += $(addprefix tests/predict/test_,workspaces.py strides.py others.py attention_on_cards.py)
-ONCE += tests/predict/test_predict_gradients.py
+ONCE += $(addprefix tests/predict/test_,fits.py caching.py workspaces.py strides.py others.py)
+ONCE += $(addprefix tests/predict/test_,attention_on_cards.py)
+ONCE += $(addprefix tests/predict/test_predict_,kinds.py loops.py autocast.py gradients.py)
 ONCE += $(addprefix tests/predict/test_predict_,offload.py values.py remat.py around.py)
 ONCE += $(addprefix tests/distributed/test_fsdp_,formats.py blocks.py blocks_saved.py clipping.py)
 ONCE += $(addprefix tests/distributed/test_,fsdp_clipped_loops.py fsdp_collectives.py dtensors.py)
-ONCE += tests/distributed/test_fit_ranks.py tests/distributed/test_trained_ranks.py
+ONCE += $(addprefix tests/distributed/test_,fit_ranks.py trained_ranks.py predicted_ranks.py)
 ONCE += $(addprefix tests/integrations/test_,fit_zoo.py fit_trainers.py zoo.py interrupts.py)
 ONCE += $(addprefix tests/integrations/test_,blocks_with_caches.py causal_lm_zoo.py quantized.py)
+ONCE += tests/integrations/test_trl.py tests/memory/test_memory_compile.py
 ONCE += $(addprefix tests/packaging/test_,imports.py mistakes.py native.py packaging.py parts.py)
 
 # What most changes touch, of each room, in about two minutes on two cores.
@@ -104,10 +105,10 @@ cuda-check: $(TOOLS)  ## compile every CUDA source, without a GPU or a CUDA torc
 	$(VENV) tools/cuda_check.py
 
 emulate: build  ## run every CUDA kernel on the CPU; then the package on a CUDA device whose streams are checked
-	$(VENV) tests/emulation/run.py --part
+	$(VENV) tests/emulation/run.py --builds plain --part
 	$(VENV) tests/emulation/streams.py
 
-emulate-full: build  ## the same with all sanitizers, large tensors and more tests; then seeded bugs
+emulate-full: build  ## the same with all sanitizers, large tensors and more tests, and seeded mistakes
 	$(VENV) tests/emulation/run.py --builds plain --large
 	$(VENV) tests/emulation/streams.py --full
 	$(VENV) tests/emulation/run.py --builds address thread memory

@@ -98,6 +98,13 @@ def _seed():
 
 
 @pytest.fixture
+def few_techniques():
+    """``fits`` and ``fit`` try few techniques; all with --full."""
+    with sampling.few_techniques():
+        yield
+
+
+@pytest.fixture
 def replicate_on_cpu(monkeypatch):
     """torch's replicate(), on devices that need not be there.
 

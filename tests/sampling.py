@@ -6,8 +6,22 @@ two parameters together, but of tests that are marked with each_value, where a c
 
 import itertools
 from collections import Counter
+from contextlib import contextmanager
+
+import pytest
 
 from memsave_ext import _native
+from memsave_ext.predict import fit
+from memsave_ext.predict.fits import search
+from memsave_ext.predict.techniques import ALL
+
+# One of each kind, among them those with the least and the most that they change.
+FEW_TECHNIQUES = {
+    "as built", "optimizer in backward", "Adam in backward", "loss head in chunks",
+    "remat within the budget", "remat within the budget, offload", "checkpoint by block",
+    "checkpoint by block, optimizer in backward",
+    "checkpoint by block, Adam in backward, 4-bit states",
+}  # fmt: skip
 
 full = False  # whether pytest was started with --full; tests/conftest.py sets it
 
@@ -21,6 +35,23 @@ def some(values, count):
     if full or count >= len(values):
         return values
     return [values[place * (len(values) - 1) // max(count - 1, 1)] for place in range(count)]
+
+
+def share(values, of, place=0):
+    """One in ``of`` of ``values``; all with --full. Tests that name other places have others."""
+    return list(values) if full else list(values)[place::of]
+
+
+@contextmanager
+def few_techniques():
+    """Inside of it ``fits`` and ``fit`` try few techniques; all with --full. For tests of what they
+    do with any technique, as each is a process that runs the step."""
+    few = [t for t in ALL if full or t.name in FEW_TECHNIQUES]
+    assert full or len(few) == len(FEW_TECHNIQUES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(search.__kwdefaults__, "among", few)
+        patch.setattr(fit, "_WITHIN", [t for t in few if not t.remat])
+        yield
 
 
 def sampled(items):

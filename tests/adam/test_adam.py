@@ -27,6 +27,7 @@ def assert_close_to(ours, theirs, rtol=2e-5, atol=2e-6):
         torch.testing.assert_close(p, q, rtol=rtol, atol=atol)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kinds", PAIRS, ids=["Adam", "AdamW"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

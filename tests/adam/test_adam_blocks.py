@@ -125,6 +125,7 @@ def test_blocks_are_exact_at_zero_and_the_maximum(of, root, random, scale):
     torch.testing.assert_close(read[tops], x[tops], rtol=3 * UNIT, atol=0)
 
 
+@pytest.mark.each_value
 @every_code
 @pytest.mark.parametrize("root", [False, True])
 def test_blocks_are_near_and_unbiased(of, root):

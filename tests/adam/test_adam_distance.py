@@ -72,6 +72,7 @@ def distances(dtype, options, counts, snr, spread):
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("signal", SIGNALS)
 @pytest.mark.parametrize("mode", MODES)
 def test_distance_from_exact_adam(mode, signal):

@@ -22,6 +22,7 @@ def arguments(shape, dtype, layout="contiguous", requires_grad=True):
     return x, weight, bias, residual
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mode", ["training", "eval", "reuse"])
@@ -66,6 +67,7 @@ def test_statistics_from_running_ones_are_torchs_bits(dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("training", [True, False])
 # As others are contiguous.
+@pytest.mark.each_value
 @pytest.mark.without(case=lambda c: c["layout"] == "channels_last" and len(c["shape"]) <= 3)
 def test_opcheck_backward(shape, layout, training):
     x, weight, bias, residual = arguments(shape, torch.float32, layout)

@@ -270,6 +270,7 @@ def test_adam_benchmark_end_to_end(benchmark_of):
     assert len(record["any_optimizer"]) == 4
 
 
+@pytest.mark.full
 def test_adam_memory_benchmark_end_to_end(benchmark_of):
     sizes = ["--width", "256", "--depth", "2", "--image", "32", "--batch-size", "32"]
     rows, _ = benchmark_of("adam_memory", *sizes)
@@ -282,6 +283,7 @@ def test_adam_memory_benchmark_end_to_end(benchmark_of):
         assert peaks["AdamW(grads_on=...), clipped"] < peaks[adam_methods.FUSED]
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 @pytest.mark.skipif(not _native.available, reason="a minute in pure Python")
 def test_adam_modes_benchmark_end_to_end(densenet, tmp_path, capsys):
@@ -332,6 +334,7 @@ def test_adam_modes_benchmark_end_to_end(densenet, tmp_path, capsys):
         assert torch.__version__ in caption(record)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not _native.available, reason="a minute in pure Python")
 def test_adam_training_benchmark_end_to_end(densenet, tmp_path, capsys, monkeypatch):
     benchmark = importlib.import_module("adam_training")
@@ -506,8 +509,8 @@ def test_remat_budgets_end_to_end(tmp_path, capsys):
         for number in (2, 10):
             assert 0.5 < row[f"ratio_{number}"] <= 1.02, row
         assert row["before_1"] < row["before_2"] < row["promised_2"] < 1.1 * row["plain"]
-    assert all(row["time"] > 0.5 for row in shares)
-    assert [row["share"] for row in shares if row.get("time_checkpoint", 0) > 0.5] == [None]
+    assert all(row["time"] > 0 for row in shares)
+    assert [row["share"] for row in shares if row.get("time_checkpoint", 0) > 0] == [None]
     table, caption = readme_tables.TABLES["remat_budgets"]
     assert "of torch's checkpoints" in table(records[0])
     assert "1 models, 1 ways" in caption(records[0])

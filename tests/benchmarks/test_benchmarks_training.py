@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampling import share
 from torch import nn
 
 from memsave_ext import _native
@@ -195,6 +196,7 @@ SMALL = ["--budget-gb", "0.0036", "--gpt-budget-gb", "0.005", "--image", "16", "
          "--vocabulary", "1024", "--tokens", "16", "--rounds", "1"]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not _native.available, reason="in pure Python Adam's temporaries need more")
 def test_largest_model_benchmark_end_to_end(record_of, monkeypatch):
     pytest.importorskip("matplotlib")
@@ -259,6 +261,7 @@ def real_models():
 needs_a_limit = pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA")
 
 
+@pytest.mark.full
 @needs_a_limit
 def test_a_limit_stops_plain_and_not_ours(record_of, capsys):
     """In processes of their own: 400 MB of logits where there is room for 250."""
@@ -274,7 +277,7 @@ def test_a_limit_stops_plain_and_not_ours(record_of, capsys):
     assert all(row["limited_by"] == "RLIMIT_DATA" for row in record["rows"])
 
 
-@pytest.mark.parametrize("name", ["GPT-2 tiny", "ViT tiny", "Llama tiny"])
+@pytest.mark.parametrize("name", share(["GPT-2 tiny", "ViT tiny", "Llama tiny"], 3))
 def test_losses_of_exact_methods_are_plains(name, real_models, tmp_path):
     """To the bit where the loss has logits, and all but for the order of its sums where not."""
     if "ViT" not in name:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from processes import run_program
+from sampling import some
 
 import memsave_ext as ms
 from memsave_ext import _native
@@ -36,7 +37,7 @@ def run(code):
 
 @needs_native
 def test_all_tests_of_checkpoint_pass_with_it():
-    tests = [str(HERE / f"test_checkpoint{name}.py") for name in ("", "_state", "_errors")]
+    tests = [str(HERE / f"test_checkpoint{name}.py") for name in some(("", "_state", "_errors"), 1)]
     # Programs choose for themselves.
     chosen = ["-k", "not share_a_parameter", "--engine-hooks"]
     command = ["-q", "-p", "no:cacheprovider", *chosen, *tests]

@@ -10,6 +10,7 @@ import sharded_steps
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from sampling import share
 from sharded_steps import BUILDS, alone, ddp, fsdp, measured, network, stepped
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +23,7 @@ OF_FOUR = ["DDP", "FSDP2", "FSDP2, no reshard", "FSDP2, mixed"]
 ONLY_FOUR = ["HSDP", "FSDP2, reshard to 2", "FSDP2, tensor parallel"]
 CASES = [(2, name) for name in BUILDS if name not in ONLY_FOUR]
 CASES += [(4, name) for name in (*OF_FOUR, *ONLY_FOUR, "tensor parallel")]
+CASES = share(CASES, 3)
 
 needs_native = pytest.mark.skipif(
     not ms._native.available,
@@ -130,6 +132,7 @@ def small():
     return stepped(network(2))
 
 
+@pytest.mark.usefixtures("few_techniques")
 @pytest.mark.once
 def test_the_smallest_number_that_fits():
     peaks = {n: ms.memory.predict(small, devices=n, shard="fsdp2").peak for n in (3, 4)}

@@ -12,6 +12,7 @@ import threading
 import pytest
 import torch
 from helpers import assert_equal, state_unchanged
+from sampling import share
 from torch import nn
 from torch._utils import ExceptionWrapper
 
@@ -277,6 +278,7 @@ def step(net, x):
     return [output.detach(), *torch.autograd.grad(loss(output), tensors)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_many_times(kind, count, engine_hooks, switching_often):
@@ -302,7 +304,7 @@ def test_copies_many_times(kind, count, engine_hooks, switching_often):
         assert_equal(buffers(net), buffers(reference))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", share(KINDS, 2))
 def test_one_model_in_all_threads(kind, engine_hooks, switching_often):
     """Modules and parameters shared: what a region keeps must not depend on the other threads."""
     net, reference = model(kind), model(plain(kind))

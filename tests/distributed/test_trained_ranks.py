@@ -168,6 +168,7 @@ def test_lightning_resumed(ranks):
         assert resumed.recomputed == 4
 
 
+@pytest.mark.full
 def test_under_accelerate_launch(tmp_path):
     """With --cpu in place of --multi_gpu it starts one process, whatever their number."""
     needs("accelerate")

@@ -424,19 +424,16 @@ def frozen(kind):
     return found
 
 
-# By their names; how a function is run every time, as each takes seconds: the others with --full.
+# What runs every time, and how; all of it with --full in each way, as each takes seconds.
 EVERY_TIME = {
-    within_a_budget: "fsdp2", searched: "fsdp2", clipped_elsewhere: "ddp", in_backward: "ddp",
-    raising: "ddp", frozen: "fsdp2", trl_sft: "ddp", accelerated: "fsdp2", lightning: "ddp",
-    lightning_tight: "ddp", lightning_resumed: "fsdp2",
+    within_a_budget: "fsdp2", searched: "fsdp2", in_backward: "ddp", trl_sft: "ddp",
+    accelerated: "fsdp2", lightning: "ddp",
 }  # fmt: skip
+IN_FULL = (clipped_elsewhere, raising, frozen, lightning_tight, lightning_resumed)
 
 
 def to_run(full):
-    kinds_of = {one: KINDS if full else (kind,) for one, kind in EVERY_TIME.items()}
-    named = {
-        f"{one.__name__}: {kind}": functools.partial(one, kind)
-        for one, kinds in kinds_of.items()
-        for kind in kinds
-    }
+    every = [(one, kind) for one in (*EVERY_TIME, *IN_FULL) for kind in KINDS]
+    chosen = every if full else EVERY_TIME.items()
+    named = {f"{one.__name__}: {kind}": functools.partial(one, kind) for one, kind in chosen}
     return {"as_torchrun_says": as_torchrun_says, **named}

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import Shared
-from sampling import some
+from sampling import share, some
 from torch import nn
 
 import memsave_ext as ms
@@ -372,7 +372,7 @@ def gradients_of(name):
 
 
 @pytest.mark.skipif(not NATIVE, reason="torch's engine refuses such a child")
-@pytest.mark.parametrize("name", BACKWARDS)
+@pytest.mark.parametrize("name", share(BACKWARDS, 2))
 def test_backwards_where_torchs_engine_refuses(name):
     """It does after a first backward of CUDA, and of so many nested ones on the CPU."""
     expected = gradients_of(name)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import run_threads
 from processes import run_program
+from sampling import share
 from torch import nn
 from torch_operators import op_db
 
@@ -207,7 +208,7 @@ def _samples():
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("op", "variant"), [*_samples()])
+@pytest.mark.parametrize(("op", "variant"), share(_samples(), 10))
 def test_every_operator_has_the_values(op, variant, tmp_path, monkeypatch):
     monkeypatch.setattr("memsave_ext.elsewhere.gradients.SMALLEST", 0)
     function = op if variant == "out of place" else op.inplace_variant

@@ -112,6 +112,7 @@ def building(kind, loss_of):
     return build
 
 
+@pytest.mark.each_value
 @pytest.mark.once
 @pytest.mark.parametrize("loss_of", LOSSES.values(), ids=LOSSES)
 @EACH

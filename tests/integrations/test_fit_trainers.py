@@ -12,6 +12,7 @@ from types import FrameType, SimpleNamespace
 import pytest
 import torch
 from libraries import library
+from sampling import share
 from torch import nn
 
 import memsave_ext as ms
@@ -130,7 +131,7 @@ def test_what_a_backward_holds_is_freed_after_it(tmp_path):
     assert callback.fitted.steps_in_backward and frames == [0] * 4
 
 
-@pytest.mark.parametrize("arguments", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("arguments", share(CASES.values(), 2), ids=share(CASES, 2))
 @pytest.mark.parametrize("norm", [1.0, 0.01])
 def test_clipping_by_the_norm_of_all_is_the_trainers(tmp_path, arguments, norm, monkeypatch):
     monkeypatch.setattr("memsave_ext.elsewhere.gradients.SMALLEST", 0)
@@ -158,6 +159,7 @@ def test_clipping_by_the_norm_of_all_is_the_trainers(tmp_path, arguments, norm, 
     assert not any(isinstance(p.grad, GradientElsewhere) for p in runs[1].model.parameters())
 
 
+@pytest.mark.usefixtures("few_techniques")
 def test_its_clipping_stays_or_is_taken_over(tmp_path):
     plain = Run(tmp_path, max_grad_norm=0.1).train()
     probe = fit(technique="as built")
@@ -532,6 +534,7 @@ def test_lightnings_own_arguments(options, technique):
         assert torch.equal(one, other)
 
 
+@pytest.mark.usefixtures("few_techniques")
 def test_lightnings_clipping_and_refusals():
     plain, _ = lightning(gradient_clip_val=0.1)
     callback = lightning_fit(technique="checkpoint by block")

@@ -232,7 +232,7 @@ KINDS = {  # and how many lines are interrupted with --full
     "fit": (fitted, 16),
     "patch": (patched, 16),
 }
-FEW = 16  # without it
+FEW = 8  # without it
 
 
 @pytest.mark.parametrize(

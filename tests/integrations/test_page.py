@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from libraries import library
+from sampling import share
 
 import memsave_ext as ms
 
@@ -37,7 +38,7 @@ def test_every_page_is_run():
 
 
 @pytest.mark.filterwarnings("ignore")  # the tools' own
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", share(PAGES, 2))
 def test_its_blocks_run_one_after_the_other(name, tmp_path, monkeypatch):
     text = text_of(name)
     for needed in PAGES[name]:

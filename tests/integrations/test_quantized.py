@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 from libraries import library
+from sampling import share
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -106,7 +107,10 @@ QUANTIZED = {
     "NF4": torchao("NF4"),
     "GPTQ": lambda model: replaced(model, Packed),
 }
-EACH = pytest.mark.parametrize("kind", QUANTIZED)
+
+
+def some_kinds(place):
+    return pytest.mark.parametrize("kind", share(QUANTIZED, 3, place))
 
 
 def made(kind, layers=2):
@@ -187,7 +191,7 @@ def grown(step):
     return peak
 
 
-@EACH
+@some_kinds(0)
 def test_predicted_beside_torchs_profiler(kind):
     predicted = ms.memory.predict(*made(kind), batch())
     peak, at_peak = predicted.peak, predicted.at_peak
@@ -204,7 +208,7 @@ def test_predicted_beside_torchs_profiler(kind):
             assert at_peak[category] == pytest.approx(t.at_peak[category], rel=0.02)
 
 
-@EACH
+@some_kinds(1)
 def test_what_is_held_has_the_scales(kind):
     """And nothing of the size that a quantized weight pretends to have."""
     model, optimizer, held = built(kind)
@@ -224,7 +228,7 @@ def run_of(model, optimizer):
     return losses, [p.detach().clone() for p in model.parameters() if p.requires_grad]
 
 
-@EACH
+@some_kinds(2)
 def test_a_technique_trains_the_same(kind):
     plain, weights = run_of(*made(kind))
     model, optimizer = made(kind)
@@ -237,6 +241,7 @@ def test_a_technique_trains_the_same(kind):
     fitted.undo()
 
 
+@pytest.mark.usefixtures("few_techniques")
 @pytest.mark.skipif(not ms._native.available, reason="a measured peak is the native part's")
 def test_the_least_cost_within_half_of_what_it_needs():
     plain, weights = run_of(*made("Linear4bit", layers=4))
@@ -257,7 +262,7 @@ def gradients(model, loss):
 @pytest.mark.skipif(not ms._native.available, reason="budgets need the native part")
 @pytest.mark.each_value
 @pytest.mark.parametrize("whole", [True, False], ids=["remat_module", "remat"])
-@EACH
+@some_kinds(0)
 def test_budgets_from_the_first_step(kind, whole):
     model, optimizer = made(kind)
     expected = gradients(model, model(**batch()).loss)

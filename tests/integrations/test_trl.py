@@ -305,6 +305,7 @@ def test_adapters_that_are_refused(trl):
         trainer(adapted())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("technique", ["gradients elsewhere", "optimizer in backward"])
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_trainers_that_fit(trl, kind, technique):

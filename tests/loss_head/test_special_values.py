@@ -97,6 +97,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("probabilities", [False, True])

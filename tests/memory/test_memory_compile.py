@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from sampling import share
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -100,6 +101,7 @@ class Run:
         return self.counter.frame_count - before[0], self.counter.op_count - before[1]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("around", AROUND)
@@ -185,7 +187,7 @@ def test_compiled_in_the_block():
     assert "_compiled_call_impl" in net.__dict__
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", share([True, False], 2))
 def test_a_compiled_training_step(first):
     """Its hooks run beside its graphs: no more graphs, steps are told apart, states are seen."""
 

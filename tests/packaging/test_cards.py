@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from sampling import share
 
 from memsave_ext import _cards, _native
 from memsave_ext._cards import Card, runs_on, without_kernels
@@ -100,7 +101,7 @@ def test_no_driver(monkeypatch):
 
 
 @pytest.mark.skipif(not _native.available, reason="in pure Python nothing is missing")
-@pytest.mark.parametrize(("cuda", "warned"), [("13.0", True), (None, False)])
+@pytest.mark.parametrize(("cuda", "warned"), share([("13.0", True), (None, False)], 2))
 def test_it_is_said_at_import(cuda, warned):
     """Where torch is a CUDA build."""
     program = f"""

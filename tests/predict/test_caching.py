@@ -134,6 +134,7 @@ def test_what_fragmentation_costs_and_what_ends_it(monkeypatch, name):
     assert predicted.remedies() == []
 
 
+@pytest.mark.usefixtures("few_techniques")
 def test_the_budget_is_of_reserved_bytes():
     for budget, fits in ((130 * MIB, True), (130 * MIB - 1, False)):
         row = ms.memory.fits(scaled, budget).rows[0]

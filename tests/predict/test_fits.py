@@ -5,8 +5,10 @@ import json
 import sys
 
 import pytest
+import sampling
 import torch
 from helpers import Shared
+from sampling import share
 from torch import nn
 
 import memsave_ext as ms
@@ -14,6 +16,8 @@ from memsave_ext.memory.__main__ import main
 from memsave_ext.predict import fits, picture
 from memsave_ext.predict.fits import _largest, search
 from memsave_ext.predict.techniques import ALL, Techniques, blocks_of
+
+pytestmark = pytest.mark.usefixtures("few_techniques")
 
 
 def net():
@@ -80,13 +84,14 @@ def among(names, build, budget, device="cuda"):
 @pytest.fixture(scope="module")
 def large():
     """All means within a budget that all of them fit in."""
-    return every(wide, 1 << 40)
+    with sampling.few_techniques():
+        return every(wide, 1 << 40)
 
 
 def test_the_cheapest_that_fits(large):
     """On a card, by what is reserved."""
     needed = {name: row.reserved for name, row in rows(large).items()}
-    assert len(needed) == 17
+    assert len(needed) == (17 if sampling.full else 7)
     predicted = ms.memory.predict(wide, device="cuda")
     assert needed["as built"] == predicted.reserved
     assert rows(large)["as built"].peak == predicted.peak < predicted.reserved
@@ -102,7 +107,8 @@ def test_the_cheapest_that_fits(large):
     least = min(size for size in needed.values() if size is not None)
     only = ms.memory.fits(wide, least)
     assert only.cheapest.name == "checkpoint by block, Adam in backward, 4-bit states"
-    assert [row.fits for row in only.rows] == [False] * 13 + [True]
+    assert [row.fits for row in only.rows] == [False] * (len(only.rows) - 1) + [True]
+    assert len(only.rows) == (14 if sampling.full else 7)
 
 
 @pytest.mark.skipif(not ms._native.available, reason="only the native remat keeps to a budget")
@@ -256,7 +262,9 @@ def test_times_are_over_the_step_as_built(large):
     applied = {name for name, row in rows(large).items() if row.peak is not None}
     applied = {name for name in applied if "elsewhere" not in name}
     assert applied == {name for name, time in times.items() if time is not None}
-    assert times["checkpoint by block, Adam in backward"] < times["checkpoint by block"]
+    assert times["checkpoint by block"] > 1
+    if sampling.full:
+        assert times["checkpoint by block, Adam in backward"] < times["checkpoint by block"]
     head = large.report().partition("as built")[0]
     assert "time" in head and "bits" in head and "1.00x" in large.report()
     document = large.to_json()["rows"][0]
@@ -332,7 +340,8 @@ def test_the_command_line(capsys):
     assert document["cheapest"] is None and document["budget"] == 1000
     assert document["rows"][0]["time"] == 1
     batches = [row["largest_batch"] for row in document["rows"] if not row["reason"]]
-    assert batches == [0] * (17 if ms._native.available else 11)
+    tried = (17, 11) if sampling.full else (7, 6)
+    assert batches == [0] * tried[not ms._native.available]
     assert main(["fits", where, "--budget", "much"]) == 2
     assert "budget must be" in capsys.readouterr().err
     with pytest.raises(ValueError, match="of the user's own"):
@@ -443,10 +452,10 @@ def test_grad_scalers_in_every_row():
 
     found = every(scaled, "1GB", device="cpu")
     assert rows(found)["as built"].fits and rows(found)["checkpoint by block"].fits
-    assert len(found.rows) == 17
+    assert len(found.rows) == (17 if sampling.full else 7)
 
 
-@pytest.mark.parametrize("with_tqdm", [True, False], ids=["tqdm", "a line"])
+@pytest.mark.parametrize("with_tqdm", share([True, False], 2))
 def test_progress_is_shown_on_a_terminal_or_when_asked_for(capsys, monkeypatch, with_tqdm):
     if with_tqdm:
         pytest.importorskip("tqdm")

@@ -97,6 +97,7 @@ def test_a_list_of_modules_and_tensors_is_wanted(others):
         ms.memory.predict(loop, others=[model])
 
 
+@pytest.mark.usefixtures("few_techniques")
 @pytest.mark.parametrize("named", [False, True])
 def test_fit_leaves_room_for_them(named):
     """Its budget is for all, also where remat keeps to what is left of it."""

@@ -38,6 +38,7 @@ def state():
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("prepare", [lambda model: model, rematerialized])
 @pytest.mark.parametrize("failing", range(1, 5))
 def test_an_exception_leaves_nothing(failing, prepare):

@@ -5,6 +5,7 @@ import os
 import warnings
 
 import pytest
+import sampling
 import torch
 import torch.nn.functional as F
 from helpers import Shared
@@ -152,6 +153,7 @@ def test_a_card_moves_to_a_folder(tmp_path):
     assert predicted.most_moved > 1 << 20 and predicted.bus_seconds > 0
 
 
+@pytest.mark.usefixtures("few_techniques")
 def test_a_card_moves_to_the_hosts_memory():
     found = ms.memory.fits(
         builder(lambda: blocks(1 << 16)), 300 << 20, offload="cpu", device="cuda"
@@ -163,12 +165,15 @@ def test_a_card_moves_to_the_hosts_memory():
     assert row.peak < 0.9 * rows["remat within the budget"].peak
 
 
+@pytest.mark.usefixtures("few_techniques")
 def test_fits_tries_to_move_where_it_may(tmp_path):
     without = ms.memory.fits(without_optimizer, 1, device="cpu", every=True)
     found = ms.memory.fits(builder(), 1, device="cpu", every=True, offload=tmp_path)
     rows = {row.name: row for row in found.rows}
     moving = {name for name in rows if "offload" in name}
-    assert {row.name for row in without.rows} == set(rows) - moving and len(moving) == 3
+    assert {row.name for row in without.rows} == set(rows) - moving and len(moving) == (
+        3 if sampling.full else 1
+    )
     row = rows["remat within the budget, offload"]
     assert row.moved > 10 << 20 and row.bus_seconds > 0
     assert row.peak < 0.9 * rows["remat within the budget"].peak
@@ -179,6 +184,7 @@ def test_fits_tries_to_move_where_it_may(tmp_path):
     assert json.loads(json.dumps(found.to_json()))["offload"] == os.fspath(tmp_path)
 
 
+@pytest.mark.usefixtures("few_techniques")
 def test_what_fits_is_applied(tmp_path):
     least = ms.memory.predict(builder(budget=1, offload=tmp_path)).peak
     build, budget = builder(), int(1.02 * least)
@@ -196,6 +202,7 @@ def test_what_fits_is_applied(tmp_path):
     applied.undo()
 
 
+@pytest.mark.usefixtures("few_techniques")
 def test_fit_moves_where_it_may(tmp_path, capsys):
     model, optimizer, step = builder()()
     x = torch.randn(2048, 64)

@@ -80,6 +80,7 @@ def test_what_is_cheap():
     assert 0.75 * plain < cheap < 0.85 * plain
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, in_backward])
 @pytest.mark.parametrize("budget", [0.9, 0.6, 0.3, "12MiB"])
 def test_within_a_budget(budget, make_optimizer):

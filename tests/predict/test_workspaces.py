@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from sampling import share
 from steps import assert_near, without_optimizer
 from torch import nn
 
@@ -57,7 +58,7 @@ def of_images(make, dtype, channels, sizes, memory_format=torch.contiguous_forma
 @pytest.mark.each_value
 @pytest.mark.parametrize("batch", [4, 19 * torch.get_num_threads()])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("case", CONVOLUTIONS)
+@pytest.mark.parametrize("case", share(CONVOLUTIONS, 2))
 def test_convolutions(case, memory_format, batch):
     """The memory of many images is known from that of few."""
     channels, size, make = CONVOLUTIONS[case]
@@ -106,7 +107,7 @@ def recurrent(kind, name, dtype, steps=60, batch=16, width=100, hidden=128):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", share(LAYERS, 2))
 def test_lstm(name, dtype):
     by_operators = dtype is torch.float64 or name == "projected"
     assert_near(recurrent("LSTM", name, dtype, FEW if by_operators else 60), 0.02)
@@ -212,7 +213,7 @@ CONVERSIONS = {
 }
 
 
-@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize("name", share(CONVERSIONS, 3))
 def test_conversions(name):
     def make():
         model = nn.Module()

@@ -10,6 +10,7 @@ import pytest
 import rich.style  # noqa: F401  # for reports: it draws a random number as it is imported
 import torch
 import user_code
+from sampling import share
 from user_code import MODELS, WIDTH, noted
 
 import memsave_ext as ms
@@ -94,7 +95,7 @@ def same(one, other):
     return one == other
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", share(MODELS, 2))
 def test_steps_within_a_budget(name, capsys):
     plain, _ = train(name, nothing)
     printed = capsys.readouterr().out
@@ -111,7 +112,7 @@ def test_steps_within_a_budget(name, capsys):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("prepare", [predicted, fitted])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", share(MODELS, 3, 1))
 def test_steps_that_were_predicted(name, prepare, capsys):
     plain, _ = train(name, nothing)
     printed = capsys.readouterr().out

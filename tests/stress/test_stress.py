@@ -34,16 +34,16 @@ from stress.adam_cases import generate
 from stress.programs import Op
 
 PARTS = {
-    "regions": (regions, 100, 40),
-    "adam": (adam, 60, 30),
-    "rules": (rules, 60, 30),
+    "regions": (regions, 100, 20),
+    "adam": (adam, 60, 20),
+    "rules": (rules, 60, 20),
     "backwards": (backwards, 15, 8),
     "any_optimizer": (any_optimizer, 20, 10),
     "databases": (databases, 10, 5),
     "chunks": (chunks, 10, 5),
     "optimizers": (optimizers, 10, 5),
-    "zoo_budgets": (zoo_budgets, 11, 4),
-    "predictions": (predictions, 4, 2),
+    "zoo_budgets": (zoo_budgets, 11, 3),
+    "predictions": (predictions, 4, 1),
     "libraries": (libraries, 200, 50),
     "weights": (weights, 40, 10),
 }  # and their seeds, with --full and without
