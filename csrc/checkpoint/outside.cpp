@@ -22,7 +22,9 @@ struct Types {
   PyTypeObject* module;
   PyTypeObject* norm;  // torch's norms
   PyTypeObject* partial;
-  PyObject *parameters, *buffers, *modules, *training, *dataclass_fields, *func, *args, *keywords;
+  PyTypeObject* namespace_;
+  PyObject *forward, *parameters, *buffers, *modules, *training, *dataclass_fields, *func, *args,
+      *keywords;
   PyObject* module_attributes;  // a set of attribute names that every torch module has
 
   static const Types& get() {
@@ -44,6 +46,8 @@ struct Types {
     const py::object any_module = py::module_::import("torch.nn").attr("Module")();
     module_attributes = py::set(any_module.attr("__dict__")).release().ptr();
     partial = type("functools", "partial");
+    namespace_ = type("types", "SimpleNamespace");
+    forward = PyUnicode_InternFromString("forward");
     parameters = PyUnicode_InternFromString("_parameters");
     buffers = PyUnicode_InternFromString("_buffers");
     modules = PyUnicode_InternFromString("_modules");
@@ -77,6 +81,28 @@ bool is_dataclass(PyObject* object) {
     if (dict != nullptr && PyDict_Contains(dict, Types::get().dataclass_fields) == 1) return true;
   }
   return false;
+}
+
+// Whether it is a class with attributes alone.
+bool is_record(PyObject* object) {
+  return Py_TYPE(object) == Types::get().namespace_ || is_dataclass(object);
+}
+
+// Whether a function looks at a global of this kind, one of its own file where it is a function.
+bool is_looked_at(PyObject* object, PyObject* globals) {
+  if (PyModule_Check(object) || PyType_Check(object) || PyCFunction_Check(object)) return false;
+  if (PyFunction_Check(object)) return PyFunction_GET_GLOBALS(object) == globals;
+  return THPVariable_Check(object) || is_module(object) || PyTuple_Check(object) ||
+         PyList_Check(object) || PyDict_Check(object) || is_record(object);
+}
+
+// torch's read nothing but arguments and what their modules have.
+bool is_torchs(PyObject* function) {
+  PyObject* module = PyFunction_GET_MODULE(function);
+  Py_ssize_t size = 0;
+  const char* name = module == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(module, &size);
+  if (name == nullptr) PyErr_Clear();
+  return name != nullptr && std::string_view(name, size).substr(0, 6) == "torch.";
 }
 
 py::object dict_of(PyObject* object) {
@@ -174,7 +200,7 @@ void TensorWalk::visit_inside(PyObject* object) {
     }
     return;
   }
-  if (is_dataclass(object)) {
+  if (is_record(object)) {
     if (const py::object dict = dict_of(object)) visit_dict(dict.ptr());
   }
 }
@@ -213,6 +239,13 @@ void TensorWalk::visit_module(PyObject* module) {
       visit(value, name);
     }
   }
+  // Its class's, where it has no other one: that is among its attributes.
+  const auto forward = py::reinterpret_steal<py::object>(
+      PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(module)), Types::get().forward));
+  if (!forward) PyErr_Clear();
+  if (forward && PyFunction_Check(forward.ptr()) && !is_torchs(forward.ptr())) {
+    visit(forward.ptr());
+  }
 }
 
 void TensorWalk::visit_function(PyObject* function) {
@@ -225,11 +258,13 @@ void TensorWalk::visit_function(PyObject* function) {
       visit(PyCell_GET(PyTuple_GET_ITEM(cells, i)), PyTuple_GET_ITEM(names.ptr(), i));
     }
   }
+  visit(PyFunction_GET_DEFAULTS(function));
+  visit(PyFunction_GET_KW_DEFAULTS(function));
   PyObject* globals = PyFunction_GET_GLOBALS(function);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(code->co_names); ++i) {
     PyObject* name = PyTuple_GET_ITEM(code->co_names, i);
     PyObject* value = PyDict_GetItemWithError(globals, name);
-    if (value != nullptr && (THPVariable_Check(value) || is_module(value))) visit(value, name);
+    if (value != nullptr && !is_plain(value) && is_looked_at(value, globals)) visit(value, name);
   }
 }
 

@@ -19,11 +19,12 @@
 
 namespace memsave_ext::checkpoint {
 
-// Visits, always in the same order, tensors in: tuples, lists, dicts and dataclasses, nested,
-// unless they are very large; parameters, buffers and attributes of modules, but not buffers of
-// torch's norms in training, which do not read them; what functions close over and the globals that
-// they name, if these are tensors or modules; the objects that bound methods belong to; the parts
-// of functools.partial. What holds tensors is visited once. Needs the GIL.
+// Visits, always in the same order, tensors in: tuples, lists, dicts, dataclasses and
+// SimpleNamespace, nested, unless they are very large; parameters, buffers and attributes of
+// modules, but not buffers of torch's norms in training, which do not read them; what functions and
+// modules' forward close over, have as defaults, and name as globals, other functions of their file
+// among them; the objects that bound methods belong to; the parts of functools.partial. What holds
+// tensors is visited once. Needs the GIL.
 class TensorWalk {
  public:
   // Called with each tensor; name() then tells where it was found.

@@ -90,14 +90,15 @@ def checkpoint(
         determinism_check: "default" compares shape, dtype and device of every saved tensor with its
             recomputed one (of a nested region: its arguments), and raises where the recompute reads
             a tensor from outside the function that has changed in between: in place (of tensors
-            that its graph saves, or that stand in its arguments, its closure or the globals it
-            names, nested in tuples, lists, dicts, dataclasses, modules' parameters, buffers and
-            attributes and functools.partial; containers of more than 1000 elements and what
-            compiled code reads are not looked at), by another object in such a place, also where
-            the forward made the first one, or by a step of this package's optimizers. What the
-            function changes by itself is left out, but for buffers: those that it changes and then
-            reads, as torch's spectral_norm does in training, raise; norms in training do not read
-            theirs. "none" checks nothing.
+            that its graph saves, or that stand in its arguments, its closure, its defaults or the
+            globals it names, nested in tuples, lists, dicts, dataclasses, SimpleNamespace, modules'
+            parameters, buffers and attributes, functools.partial and other functions of its file;
+            of modules also where their forward has them; containers of more than 1000 elements,
+            other objects and what compiled code reads are not looked at), by another object in such
+            a place, also where the forward made the first one, or by a step of this package's
+            optimizers. What the function changes by itself is left out, but for buffers: those that
+            it changes and then reads, as torch's spectral_norm does in training, raise; norms in
+            training do not read theirs. "none" checks nothing.
         early_stop: end a recompute at the last tensor that is needed. Short tails are run to their
             end, which is cheaper than stopping.
             ``torch.utils.checkpoint.set_checkpoint_early_stop`` overrides it.
@@ -145,6 +146,8 @@ def checkpoint(
         chunks,
         chunk_dim,
         chunk_args,
+        use_reentrant,
+        context_fn,
     )
     if chunks is not None:
         region = functools.partial(
@@ -234,6 +237,8 @@ def check_options(
     chunks: object = None,
     chunk_dim: object = 0,
     chunk_args: object = None,
+    use_reentrant: object = False,
+    context_fn: object = None,
     **_: object,
 ) -> None:
     """Raises where one of these options of :func:`checkpoint` is not one of its values."""
@@ -252,6 +257,10 @@ def check_options(
     for name, value in flags:
         if not isinstance(value, bool):
             raise TypeError(f"checkpoint: {name} must be a bool, got {value!r}")
+    if use_reentrant is not None and not isinstance(use_reentrant, bool):
+        raise TypeError(f"checkpoint: use_reentrant must be a bool or None, got {use_reentrant!r}")
+    if context_fn is not None and not callable(context_fn):
+        raise TypeError(f"checkpoint: context_fn must be a function or None, got {context_fn!r}")
 
 
 def _in_contexts(

@@ -140,6 +140,10 @@ def _loss_of(
     given = check(input, linear_weight, target, linear_bias)
     low, low_weight = check_low_rank(low_rank, input, linear_weight)
     has_probabilities = tuple(target.shape) == given
+    if ignore_index is not None and (
+        not isinstance(ignore_index, (int, torch.SymInt)) or isinstance(ignore_index, bool)
+    ):
+        raise TypeError(f"ignore_index must be an int or None, got {ignore_index!r}")
     if has_probabilities and ignore_index is not None:
         raise RuntimeError("ignore_index cannot be specified when target contains probabilities")
     if loss_dtype is not None and loss_dtype not in _DTYPES:

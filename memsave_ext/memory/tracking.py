@@ -180,15 +180,17 @@ def track(
             it.
     """
     optimizers = _optimizers(optimizer)
-    _check(model, max_events)
+    _check(model, stacks, max_events)
     chosen = _device(device, model, optimizers)
     check_allocator("memory.track", chosen)
     return Track(model, optimizers, chosen, stacks, max_events)
 
 
-def _check(model: Any, max_events: Any) -> None:
+def _check(model: Any, stacks: Any, max_events: Any) -> None:
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
+    if not isinstance(stacks, bool):
+        raise TypeError(f"stacks must be a bool, got {stacks!r}")
     if isinstance(max_events, bool) or not isinstance(max_events, int) or max_events < 1:
         raise ValueError(f"max_events must be a positive int, got {max_events!r}")
 

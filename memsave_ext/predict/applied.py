@@ -239,20 +239,24 @@ class Applied:
                 f"loading a checkpoint as a whole needs {format_bytes(self.resume)}, more than the "
                 "budget: use torch.load(path, map_location='cpu', mmap=True)"
             )
+        if self.seconds is not None:
+            lines.append(self._told_of_measured(self.seconds))
         return "\n".join(f"fit: {line}" for line in lines)
 
     def _timed(self, seconds: float) -> None:
         self.seconds = seconds
-        if not self.tells:
-            return
+        if self.tells:
+            print(f"fit: {self._told_of_measured(seconds)}", file=sys.stdout)
+
+    def _told_of_measured(self, seconds: float) -> str:
         peak = "" if self.measured is None else f", peak {format_bytes(self.measured)}"
-        text = f"fit: measured: {format_seconds(seconds)} a step{peak}"
+        text = f"measured: {format_seconds(seconds)} a step{peak}"
         if self.time is not None and self.technique != "as built":
             text += (
                 f"; as built a step would take about {format_seconds(seconds / self.time)}, by the "
                 "predicted times"
             )
-        print(text, file=sys.stdout)
+        return text
 
     def _compare(self, measured: int) -> None:
         if next(self.model.parameters()).device.type == "cpu":

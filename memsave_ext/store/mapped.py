@@ -80,8 +80,8 @@ def laid_on(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether its class has nothing but values."""
-    return type(tensor) in _PLAIN
+    """Whether it has nothing but values: its class has no more, and no ``torch.func`` wraps it."""
+    return type(tensor) in _PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def add(place: Place) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +79,79 @@ def test_a_global_changed_in_place_is_an_error():
     factor.add_(1)
     with pytest.raises(ms.CheckpointError, match=r"factor \(shape \[4\], dtype float32\).*read by"):
         out.sum().backward()
+
+
+@dataclasses.dataclass
+class Config:
+    mask: object = None
+
+
+class Shared(nn.Module):
+    def forward(self, x):
+        return (x * CACHE["k"]).exp()
+
+
+CACHE, LISTED, NESTED, CONFIG, SPACE = {}, [None], {"a": {"m": None}}, Config(), SimpleNamespace()
+
+
+def named(x):
+    return (x * CACHE["k"]).exp()
+
+
+def with_default(x, cache=CACHE, *, listed=LISTED):
+    return (x * (cache["k"] if listed[0] is None else listed[0])).exp()
+
+
+# How a tensor is put there, and a function that reads it there.
+PLACES = {
+    "a dict": (CACHE, "k", lambda x: (x * CACHE["k"]).exp()),
+    "a list": (LISTED, 0, lambda x: (x * LISTED[0]).exp()),
+    "nested dicts": (NESTED["a"], "m", lambda x: (x * NESTED["a"]["m"]).exp()),
+    "a dataclass": (vars(CONFIG), "mask", lambda x: (x * CONFIG.mask).exp()),
+    "a namespace": (vars(SPACE), "mask", lambda x: (x * SPACE.mask).exp()),
+    "another function": (CACHE, "k", lambda x: named(x)),
+    "a default": (CACHE, "k", with_default),
+    "a keyword's default": (LISTED, 0, with_default),
+    "forward": (CACHE, "k", Shared()),
+    "forward of a module inside": (CACHE, "k", nn.Sequential(nn.Identity(), Shared())),
+}
+
+
+@pytest.mark.parametrize("how", ["replaced", "in place", "not changed"])
+@pytest.mark.parametrize("name", PLACES)
+def test_what_globals_lead_to(name, how):
+    where, key, function = PLACES[name]
+    x = leaf(4)
+    LISTED[0] = None
+    where[key] = torch.ones(4)
+    expected = torch.autograd.grad(function(x).sum(), x)[0]
+    out = ms.checkpoint(function, x)
+    if how == "not changed":
+        assert torch.equal(torch.autograd.grad(out.sum(), x)[0], expected)
+        return
+    if how == "replaced":
+        where[key] = torch.ones(4) + 1
+        message = "replaced: the forward had"
+    else:
+        where[key].add_(1)
+        message = "modified by an inplace"
+    with state_unchanged(), pytest.raises(ms.CheckpointError, match=message):
+        out.sum().backward()
+    assert x.grad is None
+
+
+def test_a_cache_in_a_global_that_the_function_fills():
+    """As an attention's, of what depends on lengths: its forward finds none, and the recompute
+    another one than the next region's."""
+
+    def function(x):
+        CACHE["k"] = torch.full((4,), 2.0)
+        return (x * CACHE["k"]).exp()
+
+    x = leaf(4)
+    outs = [ms.checkpoint(function, x) for _ in range(3)]
+    sum(out.sum() for out in outs).backward()
+    assert torch.allclose(x.grad, 3 * 2 * (2 * x).exp())
 
 
 def blocks():

@@ -227,6 +227,18 @@ DIFFERENT = {
 BECAUSE = "You are seeing this error because you passed `debug=True` to checkpoint"
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_reentrant": "x"}, "use_reentrant must be a bool or None, got 'x'"),
+        ({"context_fn": 3}, "context_fn must be a function or None, got 3"),
+    ],
+)
+def test_wrong_options_of_torchs(options, message):
+    with pytest.raises(TypeError, match=message):
+        ms.checkpoint(torch.sin, leaf(4), **options)
+
+
 @pytest.mark.parametrize("difference", DIFFERENT)
 @pytest.mark.parametrize(
     ("switch", "debug", "told"),

@@ -253,6 +253,25 @@ def test_checkpoints_autocast_and_parametrizations(tmp_path):
     assert_same(results[1][1], results[0][1])
 
 
+def test_functions_of_the_weights(tmp_path):
+    """torch.func puts tensors in their places that have no memory of their own."""
+    model, x = nn.Sequential(nn.Linear(160, 160), nn.Tanh()), torch.randn(8, 160)
+
+    def loss(weights, x=x):
+        return torch.func.functional_call(model, weights, (x,)).square().mean()
+
+    def results():
+        weights = dict(model.named_parameters())
+        several = {name: torch.stack([p, 2 * p]) for name, p in weights.items()}
+        grads = torch.func.grad(loss)(weights)
+        return [*grads.values(), torch.func.vmap(loss, (0, None))(several, x)]
+
+    expected = results()
+    handle = ms.weights_on(model, tmp_path)
+    assert handle.nbytes
+    assert all(map(torch.equal, results(), expected))
+
+
 def test_compiled(tmp_path):
     net = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256))
     plain = copy.deepcopy(net)

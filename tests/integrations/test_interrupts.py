@@ -232,12 +232,15 @@ KINDS = {  # and how many lines are interrupted with --full
     "fit": (fitted, 16),
     "patch": (patched, 16),
 }
-FEW = 8  # without it
+FEW = 16  # without it
 
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=natively if kind in ("budget", "module") else ()) for kind in KINDS],
+    [
+        pytest.param(kind, marks=natively if kind in ("budget", "module") else ())
+        for kind in sampling.share(KINDS, 2)
+    ],
 )
 def test_interrupts(kind):
     """In a process of its own, as what an interrupt leaves behind would be met by other tests."""

@@ -71,6 +71,9 @@ def test_own_options_are_checked():
     for size in (0, 100, -256):
         with pytest.raises(ValueError, match="chunk_size must be a positive multiple of 256"):
             ms.linear_cross_entropy(x, w, t, chunk_size=size)
+    for ignored in (True, 1.5, "1"):
+        with pytest.raises(TypeError, match="ignore_index must be an int or None, got"):
+            ms.linear_cross_entropy(x, w, t, ignore_index=ignored)
 
 
 def test_module():

@@ -345,6 +345,7 @@ def test_usage_on_the_cpu():
         ({"optimizer": 3}, TypeError, "optimizer must be a torch.optim.Optimizer, .*, got int"),
         ({"optimizer": ["x"]}, TypeError, "optimizer must be .*, got str"),
         ({"device": "meta"}, ValueError, "device must be the CPU or a CUDA device, got meta"),
+        ({"stacks": "x"}, TypeError, "stacks must be a bool, got 'x'"),
         ({"max_events": 0}, ValueError, "max_events must be a positive int, got 0"),
         ({"max_events": 1.5}, ValueError, "max_events must be a positive int, got 1.5"),
     ],

@@ -216,6 +216,7 @@ def test_the_time_of_the_first_steps_is_told(capsys, verbose):
     assert out.count("fit: measured: ") == verbose
     assert not verbose or format_seconds(fitted.seconds) in out
     assert not loop.optimizer._optimizer_step_post_hooks
+    assert f"fit: measured: {format_seconds(fitted.seconds)} a step" in str(fitted)
     loop.run(3)
     assert not capsys.readouterr().out
     fitted.undo()

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -81,6 +81,11 @@ def _walk(
         for key, item in vars(value).items():
             if key not in _OWN_ATTRIBUTES:
                 visit(item, key)
+        # Its class's, where it has no other one. torch's read nothing but what their modules have.
+        forward = getattr(type(value), "forward", None)
+        is_torchs = (getattr(forward, "__module__", None) or "").startswith("torch.")
+        if isinstance(forward, FunctionType) and not is_torchs:
+            visit(forward)
     elif isinstance(value, FunctionType):
         _walk_function(value, visit)
     elif isinstance(value, MethodType):
@@ -89,20 +94,32 @@ def _walk(
     elif type(value) is functools.partial:
         for part in (value.func, value.args, value.keywords):
             visit(part)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif _is_record(value):
         visit(getattr(value, "__dict__", {}))
 
 
-def _walk_function(function: FunctionType, visit: Callable[[Any, object], None]) -> None:
+def _is_record(value: Any) -> bool:
+    """Whether its class has attributes alone."""
+    if type(value) is SimpleNamespace:
+        return True
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _walk_function(function: FunctionType, visit: Callable[..., None]) -> None:
     for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             content = cell.cell_contents
         except ValueError:  # empty
             continue
         visit(content, key)
+    visit(function.__defaults__)
+    visit(function.__kwdefaults__)
     for key in function.__code__.co_names:
         value = function.__globals__.get(key)
-        if isinstance(value, (Tensor, nn.Module)):
+        if isinstance(value, FunctionType):
+            if value.__globals__ is function.__globals__:  # of the same file
+                visit(value, key)
+        elif isinstance(value, (Tensor, nn.Module, tuple, list, dict)) or _is_record(value):
             visit(value, key)
 
 
