@@ -101,6 +101,21 @@ MISTAKES = [
         ("checkpoint/test_checkpoint_changes.py::test_a_tensor_changed_in_place_is_an_error",),
     ),
     Mistake(
+        "what lies in containers that globals name is not looked at",
+        "csrc/checkpoint/outside.cpp",
+        "PyList_Check(object) || PyDict_Check(object) || is_record(object);",
+        "(!MISTAKE && (PyList_Check(object) || PyDict_Check(object) || is_record(object)));",
+        ("checkpoint/test_checkpoint_changes.py::test_what_globals_lead_to",),
+    ),
+    Mistake(
+        "what the forward of a module inside names is not looked at",
+        "csrc/checkpoint/outside.cpp",
+        "if (forward && PyFunction_Check(forward.ptr()) && !is_torchs(forward.ptr())) {",
+        "if (forward && !MISTAKE && PyFunction_Check(forward.ptr()) && "
+        "!is_torchs(forward.ptr())) {",
+        ("checkpoint/test_checkpoint_changes.py::test_what_globals_lead_to",),
+    ),
+    Mistake(
         "running statistics that a norm in training only writes are taken to be read",
         "csrc/checkpoint/outside.cpp",
         "return !PyType_IsSubtype(Py_TYPE(module), Types::get().norm) ||",
