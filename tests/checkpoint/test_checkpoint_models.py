@@ -281,6 +281,7 @@ def test_patch_is_undone_by_an_exception(library):
 # ---- torch.compile ----------------------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_compile_full_graph():
     """In a process of its own: dynamo's state is global."""
     code = """

@@ -264,6 +264,7 @@ def test_a_fork_inside():
     assert t.live == 0
 
 
+@pytest.mark.once
 def test_a_program_may_end_while_events_are_read():
     """They are read by a thread of their own, where there are many."""
     program = """

@@ -141,6 +141,7 @@ def reports():
     return [*kinds, ms.memory.predict(build)], (found, compared)
 
 
+@pytest.mark.once
 @pytest.mark.filterwarnings("ignore:remat keeps everything")
 def test_all_reports_are_alike(capsys, columns, monkeypatch):
     """Texts, which print as they are shown; none prints by itself."""

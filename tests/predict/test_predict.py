@@ -29,12 +29,14 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
     build = builder(OPTIMIZERS[name])
     assert_same(build)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("bf16", ["stochastic", "split", "split8"])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_bfloat16_parameters(bf16, in_backward):
@@ -300,6 +302,7 @@ def ctc(model, x):
     return F.ctc_loss(model(x).log_softmax(-1), targets, torch.full((8,), 50), lengths)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "build",
     [
