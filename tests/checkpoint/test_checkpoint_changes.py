@@ -140,6 +140,28 @@ def test_what_globals_lead_to(name, how):
     assert x.grad is None
 
 
+class Factor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.full((4,), 2.0)  # called as a global
+
+    def forward(self, x):
+        return (x * self.factor * factor).exp()
+
+
+def test_places_of_one_name_are_told_apart():
+    three = torch.full((4,), 3.0)
+
+    def scaled(a, x, b=three):
+        return (x * a * b).exp()
+
+    for function in (Factor(), functools.partial(scaled, torch.full((4,), 2.0))):
+        x = leaf(4)
+        expected = torch.autograd.grad(function(x).sum(), x)[0]
+        out = ms.checkpoint(function, x)
+        assert torch.equal(torch.autograd.grad(out.sum(), x)[0], expected)
+
+
 def test_a_cache_in_a_global_that_the_function_fills():
     """As an attention's, of what depends on lengths: its forward finds none, and the recompute
     another one than the next region's."""

@@ -85,7 +85,7 @@ def _walk(
         forward = getattr(type(value), "forward", None)
         is_torchs = (getattr(forward, "__module__", None) or "").startswith("torch.")
         if isinstance(forward, FunctionType) and not is_torchs:
-            visit(forward)
+            visit(forward, "forward()")  # which no attribute is called
     elif isinstance(value, FunctionType):
         _walk_function(value, visit)
     elif isinstance(value, MethodType):
@@ -112,8 +112,8 @@ def _walk_function(function: FunctionType, visit: Callable[..., None]) -> None:
         except ValueError:  # empty
             continue
         visit(content, key)
-    visit(function.__defaults__)
-    visit(function.__kwdefaults__)
+    visit(function.__defaults__, "__defaults__")
+    visit(function.__kwdefaults__, "__kwdefaults__")
     for key in function.__code__.co_names:
         value = function.__globals__.get(key)
         if isinstance(value, FunctionType):
