@@ -134,6 +134,7 @@ def test_the_model_dies_first():
     assert reference() is None
 
 
+@pytest.mark.once
 def test_no_growth():
     params, optimizer = make(2, size=4)
 

@@ -181,6 +181,7 @@ def test_what_was_read_leaves_memory_with_the_next_step(tmp_path):
     assert mapped(tmp_path) == 0
 
 
+@pytest.mark.once
 def test_resident_bytes(tmp_path):
     """Of the process, as the system counts them."""
     grown = []

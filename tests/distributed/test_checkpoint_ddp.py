@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import errors_of_ranks, run_ranks
+from sampling import share
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -276,7 +277,8 @@ def static_graph_that_changes():
 COMPARED = [two_forwards, retained, autocast]
 CASES = ORDINARY | SYNC | MICRO | SYNC_MICRO | SOMETIMES | NEVER
 OTHERS = {f.__name__: f for f in (*COMPARED, collectives, unlisted, static_graph_that_changes)}
-ON_THREE = {n: f for n, f in CASES.items() if f.args[0] in ("checkpoint", "function")}
+_EITHER = [n for n, f in CASES.items() if f.args[0] in ("checkpoint", "function")]
+ON_THREE = {n: CASES[n] for n in share(_EITHER, 3)}
 
 
 @pytest.fixture(scope="module")
@@ -416,6 +418,7 @@ def test_an_error_on_one_rank_ends_all(kind, how):
     assert all(others)  # of lost connections
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not _native.available, reason="torchrun does nothing else in pure Python")
 def test_torchrun_shows_the_error():
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]

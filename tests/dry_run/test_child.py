@@ -125,6 +125,7 @@ def test_children_that_die(end, told):
         in_child(end, 10)
 
 
+@pytest.mark.once
 def test_one_that_stands_still_is_made_once_more():
     begun, lock = Shared(), threading.Lock()
 
@@ -143,6 +144,7 @@ def test_one_that_stands_still_is_made_once_more():
     assert len(begun.values()) == 2
 
 
+@pytest.mark.once
 def test_one_that_takes_too_long():
     def loop():
         while True:
@@ -163,6 +165,7 @@ def test_one_that_takes_too_long():
     assert in_child(longer, 3) == 1  # on a busy machine a child begins late
 
 
+@pytest.mark.once
 def test_more_time_is_never_less():
     # the parent reads what is allowed while the child adds to it
     def notes():
@@ -214,6 +217,7 @@ def test_it_is_silent_and_writes_no_files(tmp_path, capfd):
     assert path.read_text() == "there"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
 def test_users_handlers_of_sigchld(handler):
     before = signal.signal(signal.SIGCHLD, handler)
@@ -249,6 +253,7 @@ def test_several_at_a_time():
         pass  # it is stopped
 
 
+@pytest.mark.once
 def test_beside_busy_threads():
     stop = threading.Event()
 
@@ -307,6 +312,7 @@ def test_what_only_another_thread_holds_is_not_destroyed(tmp_path):
     assert not any(path.exists() for path in paths)
 
 
+@pytest.mark.once
 def test_a_child_in_a_child():
     def inside():
         return in_child(lambda: (ms.is_dry_run(), 7), 30)

@@ -613,6 +613,7 @@ def test_after_a_fork(tmp_path):
     optimizer.step()
 
 
+@pytest.mark.once
 def test_a_file_that_the_program_closes(tmp_path):
     program = f"""
 import os, torch, memsave_ext as ms

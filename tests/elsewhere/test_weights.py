@@ -147,6 +147,7 @@ def test_pages_go_and_come_again(tmp_path):
     assert_same(ours, plain)
 
 
+@pytest.mark.once
 def test_let_go_beside_training(tmp_path):
     """As the watching thread may do at any time."""
     plain, ours = network(), network()
@@ -297,6 +298,7 @@ def test_within_a_budget(tmp_path):
     assert least[1] - least[0] == pytest.approx(handle.nbytes, rel=0.05)  # weights take none of it
 
 
+@pytest.mark.once
 def test_tracked_and_predicted(tmp_path):
     peaks = []
     for on in (None, tmp_path):
@@ -332,6 +334,7 @@ def trained(elsewhere=False, **options):
     return build
 
 
+@pytest.mark.once
 def test_predicted_on_cuda():
     """On the device there is room beside for the weights of three modules, the largest, and states
     of two parameters."""
@@ -413,6 +416,7 @@ def test_built_with_a_tensor_from_before(tmp_path):
     assert mapped(model) == 1 and bool((model.weight == 3).all())
 
 
+@pytest.mark.once
 def test_of_transformers(tmp_path):
     from libraries import library
 
@@ -442,6 +446,7 @@ def test_of_transformers(tmp_path):
         )
 
 
+@pytest.mark.once
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("adapters", [False, True])
 def test_trainers_save_and_resume(tmp_path, adapters):
@@ -658,6 +663,7 @@ def test_an_interrupted_step(tmp_path):
     )
 
 
+@pytest.mark.once
 def test_nothing_is_left_of_it(tmp_path):
     program = f"""
         import os, signal, torch, memsave_ext as ms

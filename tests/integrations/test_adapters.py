@@ -138,6 +138,7 @@ def by_remat(model):
 WAYS = {"checkpoint": by_block, "remat": by_remat}
 
 
+@pytest.mark.once
 @pytest.mark.each_value
 @pytest.mark.parametrize("loss_of", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("way", WAYS)

@@ -1,5 +1,6 @@
 """patch_causal_lm of a model whose head is sharded over the vocabulary, on two gloo ranks."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from libraries import library
@@ -59,6 +60,7 @@ def parallel():
     return found, stepped(outputs=outputs)
 
 
+@pytest.mark.once
 def test_a_parallelized_head():
     library("transformers")
     for rank in run_ranks(2, [parallel])["parallel"]:

@@ -158,6 +158,7 @@ def accelerate(takes, folder):
     return net
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("train", [transformers, lightning, accelerate])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_trainers(train, tmp_path):

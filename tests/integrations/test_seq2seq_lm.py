@@ -117,6 +117,7 @@ def test_a_bias_of_the_logits_is_an_error_in_the_first_step():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.once
 def test_a_technique_of_fits():
     def build():
         config = transformers.T5Config(**{**COMMON, **T5, "vocab_size": 4000})

@@ -102,6 +102,7 @@ def test_an_attribute_of_a_module():
     assert group.held_by == f"Net.outputs[{STEPS - 1}][0]"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("sums", [True, False])
 def test_graphs_of_losses(sums):
     """The classic: the loss is added up, or collected, with its graph."""
@@ -177,6 +178,7 @@ def held(address):
     return holders_of([address])[address]
 
 
+@pytest.mark.once
 def test_holders():
     class Slots:
         __slots__ = ("value",)

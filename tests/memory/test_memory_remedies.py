@@ -100,6 +100,7 @@ def train(net, run=lambda net, x: net(x)):
     return track
 
 
+@pytest.mark.once
 def test_a_wide_layer_that_is_computed_again_is_named():
     net = Blocks()
     ms.checkpoint_modules(net, Block)

@@ -202,6 +202,7 @@ def assert_unchanged_but_for_the_measure(loop):
     hooks.update(kept)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("verbose", [True, False])
 def test_the_time_of_the_first_steps_is_told(capsys, verbose):
     loop = Loop()
@@ -338,6 +339,7 @@ def test_what_lies_elsewhere_before_nothing_fits(in_backward, mib, moved, tmp_pa
     assert train(model, optimizer, 1) == pytest.approx(train(*plain, 1), rel=1e-5)
 
 
+@pytest.mark.once
 def test_a_loop_that_clips_has_its_gradients_elsewhere(tmp_path):
     plain, _, _, expected = wide()
     model, optimizer, x, step = wide()
@@ -373,6 +375,7 @@ def test_fits_knows_a_step_that_clips(tmp_path):
     assert not sampling.full or "gradients elsewhere, 8-bit states" in rows
 
 
+@pytest.mark.once
 @pytest.mark.skipif(sys.platform != "linux", reason="a folder is for Linux")
 def test_temporary_files_in_memory_are_no_place_for_gradients(monkeypatch):
     monkeypatch.setattr(techniques, "is_in_memory", lambda folder: folder == tempfile.gettempdir())
@@ -391,6 +394,7 @@ def test_what_is_in_memory():
     assert is_in_memory("/dev/shm") and not is_in_memory("/proc")
 
 
+@pytest.mark.once
 def test_twice_is_an_error_until_it_is_undone():
     loop = Loop()
     fitted = loop.fit("checkpoint by block")
@@ -455,6 +459,7 @@ def test_fits_applies_what_it_found():
         nothing.apply(loop.model, loop.optimizer)
 
 
+@pytest.mark.once
 def test_wrapped_and_compiled_models_are_refused():
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -520,6 +525,7 @@ WRONG = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("change", "error", "text"), WRONG.values(), ids=WRONG)
 def test_wrong_arguments(change, error, text):
     """Each says which it is, also where nothing that needs it is applied, and changes nothing."""
@@ -529,6 +535,7 @@ def test_wrong_arguments(change, error, text):
     assert_unchanged(loop)
 
 
+@pytest.mark.once
 def test_the_mode_that_it_is_called_in():
     peak = Loop().fit("as built").predicted
     for off in (torch.no_grad, torch.inference_mode):
@@ -553,6 +560,7 @@ def test_a_loss_module_is_given_the_batch_where_it_takes_a_target():
     assert fitted.technique == "as built"
 
 
+@pytest.mark.once
 def test_what_ours_accumulates_is_asked_on():
     """An optimizer that changes in place asks as before, during fit() and after it."""
     plain, loop = (Loop(ms.AdamW, in_backward=True) for _ in range(2))
@@ -575,6 +583,7 @@ def test_what_ours_accumulates_is_asked_on():
         taken.fit("Adam in backward")
 
 
+@pytest.mark.once
 def test_a_distributed_model_is_the_model_itself():
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -610,6 +619,7 @@ def test_copies_have_the_means_and_nothing_to_undo():
     assert dropped() is None
 
 
+@pytest.mark.once
 def test_inside_of_autocast():
     """As a loop that has it around its forwards alone."""
 
@@ -683,6 +693,7 @@ def test_undone_within_a_step():
     assert all(torch.isfinite(p).all() for p in loop.model.parameters())
 
 
+@pytest.mark.once
 def test_budgets():
     loop = Loop()
     held = sum(t.nbytes for t in loop.model.state_dict().values())
@@ -711,6 +722,7 @@ class Adding(nn.Module):
         return {"loss": (self.layer(x) + (0 if y is None else y)).square().mean(), "out": x}
 
 
+@pytest.mark.once
 def test_batches_and_losses():
     x = torch.randn(64, 8)
     model = Adding()
@@ -729,6 +741,7 @@ def test_batches_and_losses():
     assert seen.values()[0] == ["x"]
 
 
+@pytest.mark.once
 def test_micro_batches():
     plain = Loop().run(3, micro_batches=4)
     loop = Loop()
@@ -760,6 +773,7 @@ def test_a_peak_that_was_not_predicted_is_told():
         loop.run(1)  # it is told once
 
 
+@pytest.mark.once
 def test_clipping_and_a_scaler_are_handed_on():
     loop = Loop()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024)
@@ -792,6 +806,7 @@ def test_on_each_device(device):
     assert fitted.measured is None or fitted.measured <= 1.05 * fitted.predicted
 
 
+@pytest.mark.once
 def test_an_optimizer_of_ours(tmp_path):
     loop = Loop(ms.AdamW, in_backward=True, max_grad_norm=1.0).run(1)
     with pytest.raises(ValueError, match="the optimizer steps in backward already"):
@@ -820,6 +835,7 @@ def test_an_optimizer_of_ours(tmp_path):
             refused.fit("Adam in backward, 8-bit states")
 
 
+@pytest.mark.once
 def test_options_that_ours_keep_outside_of_their_groups():
     """A prediction has them but for the scaler, and so has an optimizer that changes in place."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024)

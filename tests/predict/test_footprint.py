@@ -89,6 +89,7 @@ def predicted_for_float32():
     return ms.memory.footprint(make_model()).predicted
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("in_backward", [False, True], ids=["after", "in backward"])
 @pytest.mark.parametrize(("bf16", "state_dtype"), OUR_MODES)
 def test_our_modes(bf16, state_dtype, in_backward, predicted_for_float32):
@@ -387,6 +388,7 @@ def adam_of_torch(params, **options):
     return ms.in_backward(torch.optim.AdamW(params), **options)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("make", [ms.AdamW, ms.Lion, adam_of_torch, sgd])
 @pytest.mark.skipif(sys.platform != "linux", reason="a folder can be used on Linux only")
 def test_gradients_elsewhere(make, tmp_path):

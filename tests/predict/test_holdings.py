@@ -39,6 +39,7 @@ def build(made, placed, device):
     return model
 
 
+@pytest.mark.once
 @settings(max_examples=30)
 @given(st.lists(parameters, min_size=1, max_size=5), blocks, st.sampled_from(OPTIMIZERS))
 def test_any_model(made, placed, make_optimizer):

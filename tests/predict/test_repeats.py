@@ -20,6 +20,7 @@ class Block(nn.Module):
         return x + F.silu(self.out(y.transpose(1, 2).flatten(2)))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_operator_of_a_decoder_is_remembered(device, monkeypatch):
     monkeypatch.setattr(repeats, "_of_process", {})

@@ -109,6 +109,7 @@ def test_other_bits_of_chunks_are_found(monkeypatch):
     assert verdict == "exp float32: AssertionError"
 
 
+@pytest.mark.once
 def test_a_share_of_the_optimizers():
     """Of torch's database, a fifth of all options; and that parameters are stepped in backward."""
     counts = {way: optimizers.Counts() for way in ("taken", "ours", "lion")}
@@ -212,7 +213,7 @@ def test_a_wrong_gradient_is_found_and_made_small(monkeypatch):
     assert smallest.count("ms.checkpoint(") == 1 and smallest.count("def ") == 2
 
 
-@pytest.mark.once
+@pytest.mark.full
 def test_the_command_line_runs_a_seed_again():
     native = "1" if ms._native.available else "0"
     command = [sys.executable, run.__file__, "--part", "adam", "--native", native, "--seed", "2"]
