@@ -83,14 +83,17 @@ def stepped_again(name: str) -> RuntimeError:
 
 def second_gradient(name: str) -> RuntimeError:
     return RuntimeError(
-        f"memsave_ext: {name} receives a second gradient in one step. There are three common "
+        f"memsave_ext: {name} receives a second gradient in one step. There are four common "
         "reasons. (1) backward() ran several times before opt.step(): put `with opt.accumulate():` "
         "around all backwards but the last, or, where a trainer runs them, call "
         "opt.accumulate_when() once. (2) One backward was of a loss that must not train this "
         "parameter, such as a GAN generator's loss, which reaches the discriminator: put `with "
         "opt.paused():` around that backward. (3) The parameter is used in several regions of "
         "torch.utils.checkpoint(use_reentrant=True), which deliver their gradients one by one: use "
-        "use_reentrant=False, or memsave_ext.checkpoint."
+        "use_reentrant=False, or memsave_ext.checkpoint. (4) opt.step() was not called after the "
+        "backward before this one, as in a loop that skips steps, though it had stepped its "
+        "parameters. Call opt.step() after each; a backward that is not to step is one in `with "
+        "opt.paused():`, and grad_scaler= of memsave_ext.Adam skips what overflows."
     )
 
 

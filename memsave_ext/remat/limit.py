@@ -109,6 +109,8 @@ def warn_of_least(recorder: Recorder, limit: Limit, on_cuda: bool) -> None:
     """Warns that even the lowest peak exceeds the budget."""
     figures = recorder.budget()
     least, budget = format_bytes(figures["least"]), format_bytes(figures["budget"])
+    if least == budget:
+        least, budget = f"{figures['least']:,} B", f"{figures['budget']:,} B"
     saved = remedies_of(limit, on_cuda)
     remedies = ", ".join(f"{name} (saves about {format_bytes(size)})" for name, size in saved)
     lower = f"To lower the peak: {remedies}. " if saved else ""

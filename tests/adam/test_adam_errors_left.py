@@ -46,3 +46,15 @@ def test_a_backward_that_raises_at_the_recursion_limit():
         with pytest.raises((ArithmeticError, RecursionError)):
             deep(sys.getrecursionlimit() - depth - spare)
         optimizer.zero_grad()
+
+
+def test_a_step_that_the_loop_leaves_out():
+    params, optimizer = make()
+    loss(params).backward()
+    with pytest.raises(RuntimeError, match=r"\(4\) opt.step\(\) was not called after the backward"):
+        loss(params).backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    for _ in range(2):  # what is told
+        loss(params).backward()
+        optimizer.step()

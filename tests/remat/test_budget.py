@@ -356,6 +356,11 @@ def test_less_than_the_least():
     assert peak <= 1.02 * block.least
     with no_warnings():
         step(model, x, budget=1000)  # it is told once
+    least = block.least
+    ms._native.module.remat_forget()
+    step(model, x, budget=least - 1)
+    with pytest.warns(UserWarning, match=f"{least - 1:,} B is less .*, {least:,} B, "):
+        step(model, x, budget=least - 1)  # of figures that are alike all digits
 
 
 def test_strict():
