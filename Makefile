@@ -69,7 +69,7 @@ build: $(BUILT) $(LINKED)  ## compile the native part and install the package fr
 demo: $(BUILT)  ## train a DenseNet with each checkpoint and print the table
 	PYTHONPATH=. $(VENV) benchmarks/densenet.py --steps 40
 
-test: build $(TRAINERS)  ## run the tests, native and in pure Python; a sample of what is swept
+test: build $(TRAINERS)  ## run the tests, native and in pure Python: a sample, of slow files those whose turn it is
 	@echo "== tests with the native part"
 	MEMSAVE_EXT_NATIVE=1 $(PYTEST)
 	@echo "== tests in pure Python"

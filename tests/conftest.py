@@ -5,6 +5,7 @@ import sys
 import pytest
 import sampling
 import torch
+import turns
 from hypothesis import settings
 from torch.nn import parallel  # noqa: F401, loads torch.nn.parallel.replicate
 
@@ -38,6 +39,9 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "each_value: a sample has each value, natively, too")
     config.addinivalue_line("markers", "without(case): there is no case of such values")
     sampling.full = config.getoption("--full")
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        named = config.args_source is pytest.Config.ArgsSource.ARGS
+        turns.choose(everybody=sampling.full or named)
     if config.getoption("--engine-hooks"):
         ms.use_engine_hooks(True)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
@@ -47,6 +51,16 @@ def pytest_configure(config):
         threads = max(1, _cores() // workers)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that tests start
+
+
+def pytest_report_header():
+    turn = os.environ[turns.VARIABLE]
+    if turn != "all":
+        return f"turn {turn} of {turns.TURNS}: {turns.VARIABLE}, or the number of commits"
+
+
+def pytest_ignore_collect(collection_path):
+    return True if turns.is_others(collection_path) else None
 
 
 def pytest_collection_modifyitems(config, items):

@@ -257,7 +257,6 @@ def benchmark_of(tmp_path, capsys):
             tensor._post_accumulate_grad_hooks.clear()
 
 
-@pytest.mark.full
 def test_adam_benchmark_end_to_end(benchmark_of):
     sizes = ["--elements", "9000", "--huge", "9000", "--depth", "2"]
     rows, record = benchmark_of("adam", "--rounds", "1", *sizes)
@@ -359,7 +358,6 @@ def test_adam_training_benchmark_end_to_end(densenet, tmp_path, capsys, monkeypa
     assert torch.__version__ in caption(record)
 
 
-@pytest.mark.full
 def test_each_peer_of_the_modes_runs_or_says_why_not():
     modes = importlib.import_module("adam_mode_list")
     peers = {mode.name for mode in modes.PEERS}
@@ -405,7 +403,6 @@ def test_adam_benchmark_hands_out_gradients_uncopied():
     assert param.grad.data_ptr() == address
 
 
-@pytest.mark.full
 def test_distributed_benchmark_end_to_end(tmp_path, capsys):
     pytest.importorskip("tqdm")
     distributed = importlib.import_module("distributed")
@@ -487,7 +484,6 @@ def test_checkpoint_chunks_end_to_end(tmp_path, capsys):
     assert "MLP 32" in caption(record)
 
 
-@pytest.mark.full
 @pytest.mark.skipif(not _native.available, reason="budgets need the native part")
 def test_remat_budgets_end_to_end(tmp_path, capsys):
     pytest.importorskip("tqdm")
@@ -543,7 +539,6 @@ def test_remat_instructions_are_those_of_an_operator_and_of_a_step(monkeypatch, 
     assert "valgrind is not installed" in capsys.readouterr().out
 
 
-@pytest.mark.full
 @pytest.mark.skipif(not _native.available, reason="budgets need the native part")
 def test_remat_offload_end_to_end(tmp_path):
     pytest.importorskip("tqdm")

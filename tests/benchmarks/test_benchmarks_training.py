@@ -121,7 +121,6 @@ def test_what_a_replica_raises_is_raised(replicas):
         replicas.in_threads([lambda: None, fail])
 
 
-@pytest.mark.full
 def test_data_parallel_benchmark_end_to_end(record_of):
     sizes = ["--depth", "10", "--growth-rate", "2", "--batch-sizes", "2", "4", "8"]
     record = record_of("data_parallel", *sizes, "--rounds", "1", "--device", "cpu")

@@ -418,7 +418,6 @@ def test_an_error_on_one_rank_ends_all(kind, how):
     assert all(others)  # of lost connections
 
 
-@pytest.mark.full
 @pytest.mark.skipif(not _native.available, reason="torchrun does nothing else in pure Python")
 def test_torchrun_shows_the_error():
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]

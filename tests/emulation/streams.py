@@ -1,6 +1,6 @@
 """The package on a device whose streams are checked; then mistakes, which must be seen.
 
-    python tests/emulation/streams.py               # without the mistakes
+    python tests/emulation/streams.py               # without the mistakes; the files take turns
     python tests/emulation/streams.py [WORD...]     # cases and mistakes of such names alone
     python tests/emulation/streams.py --full        # with more seeds, and all tests of a GPU that
                                                     # can run on it
@@ -27,8 +27,9 @@ from programs import HERE, ROOT
 from torch.utils import cpp_extension
 
 DEVICE = HERE / "streams"
-sys.path.insert(0, str(DEVICE))
+sys.path[:0] = [str(DEVICE), str(ROOT / "tests")]
 import mistakes  # noqa: E402
+import turns  # noqa: E402
 from gpu_tests import EVERY_TIME, IN_FULL  # noqa: E402
 from mistakes import MISTAKES  # noqa: E402
 
@@ -75,10 +76,15 @@ class Package(operators.Library):
 def main() -> None:
     full = "--full" in sys.argv
     words = [word for word in sys.argv[1:] if word != "--full"]
+    turns.choose(everybody=full or bool(words))
     operators.build(Package, FOLDER)
-    parts = {native: list(parts_of(native, words, full)) for native in (True, False)}
-    with ThreadPoolExecutor(len(parts)) as pool:
-        runs = list(pool.map(lambda native: run(parts[native], native, full), parts))
+    parts = {
+        native: [part for i, part in enumerate(parts_of(native, words, full)) if turns.has(i)]
+        for native in (True, False)
+    }
+    ways = [native for native in parts if parts[native]]
+    with ThreadPoolExecutor(len(ways)) as pool:
+        runs = list(pool.map(lambda native: run(parts[native], native, full), ways))
     for done in runs:
         print(done.stdout, end="")
     if any(done.returncode for done in runs):

@@ -219,7 +219,6 @@ def test_blocks_given_a_cache_by_position():
     assert torch.equal(block(x, "anything else"), block.linear(x) * 3)
 
 
-@pytest.mark.full
 def test_torch_compile_is_told_the_same(llama):
     plain = model_of("llama, eager")
     for model in (plain, llama):

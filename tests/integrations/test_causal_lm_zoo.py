@@ -260,7 +260,6 @@ def test_nan_weights_give_a_nan_loss():
     assert step(model)[0].loss.isnan()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("order", share(["after it ran", "before", "in place"], 3))
 def test_compiled(order):
     model = made("granite", {**CAUSAL_LMS["granite"], "num_hidden_layers": 0})

@@ -283,7 +283,6 @@ def test_within_a_budget_of_remat():
     handle.remove()
 
 
-@pytest.mark.full
 def test_compiled():
     model = adapted(lora_dropout=0.2)
     ms.patch_causal_lm(model)

@@ -241,7 +241,6 @@ def test_a_technique_trains_the_same(kind):
     fitted.undo()
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("few_techniques")
 @pytest.mark.skipif(not ms._native.available, reason="a measured peak is the native part's")
 def test_the_least_cost_within_half_of_what_it_needs():

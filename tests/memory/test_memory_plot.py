@@ -264,7 +264,6 @@ def test_points_that_are_none(points):
 # files
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
 )

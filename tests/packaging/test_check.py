@@ -194,7 +194,6 @@ def test_a_device_that_cannot_be_used(name, monkeypatch, capsys):
         assert f"argument --device: invalid choice: {name} (choose from cpu, cuda)" in said
 
 
-@pytest.mark.full
 def test_parts_that_are_off_are_left_out():
     """And those that are on are checked. As a user runs it."""
     done = subprocess.run(

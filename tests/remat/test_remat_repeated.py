@@ -180,7 +180,6 @@ def test_programs_of_the_same_shapes_that_read_other_tensors():
     assert block._recorder.budget()["plan"] is None
 
 
-@pytest.mark.full
 def test_a_block_that_stays_open_forgets_what_it_wrote_down():
     w, x = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
     with ms.remat() as block:

@@ -213,7 +213,7 @@ def test_a_wrong_gradient_is_found_and_made_small(monkeypatch):
     assert smallest.count("ms.checkpoint(") == 1 and smallest.count("def ") == 2
 
 
-@pytest.mark.full
+@pytest.mark.once
 def test_the_command_line_runs_a_seed_again():
     native = "1" if ms._native.available else "0"
     command = [sys.executable, run.__file__, "--part", "adam", "--native", native, "--seed", "2"]
