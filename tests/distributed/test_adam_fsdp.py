@@ -15,8 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import memsave_ext as ms
 
-pytestmark = pytest.mark.once
-
 STEPS = 4
 FOLDER = "MEMSAVE_EXT_TEST_FOLDER"  # an environment variable, which the ranks inherit
 

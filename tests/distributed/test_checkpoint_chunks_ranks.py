@@ -17,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memsave_ext as ms
 
-pytestmark = pytest.mark.once
-
 STEPS, SAMPLES, WIDTH, CHUNKS = 3, 22, 7, 3
 DDP = {
     "buckets": {"bucket_cap_mb": 1e-3},

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import errors_of_ranks, run_ranks
-from sampling import share
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -277,8 +276,7 @@ def static_graph_that_changes():
 COMPARED = [two_forwards, retained, autocast]
 CASES = ORDINARY | SYNC | MICRO | SYNC_MICRO | SOMETIMES | NEVER
 OTHERS = {f.__name__: f for f in (*COMPARED, collectives, unlisted, static_graph_that_changes)}
-_EITHER = [n for n, f in CASES.items() if f.args[0] in ("checkpoint", "function")]
-ON_THREE = {n: CASES[n] for n in share(_EITHER, 3)}
+ON_THREE = {n: f for n, f in CASES.items() if f.args[0] in ("checkpoint", "function")}
 
 
 @pytest.fixture(scope="module")

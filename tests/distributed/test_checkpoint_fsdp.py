@@ -20,8 +20,6 @@ from torch.utils import checkpoint as torch_checkpoint
 
 import memsave_ext as ms
 
-pytestmark = pytest.mark.once
-
 STEPS, SAMPLES, WIDTH = 2, 24, 7  # of odd size
 KINDS = [
     "modules before",  # ms.checkpoint_modules, then fully_shard

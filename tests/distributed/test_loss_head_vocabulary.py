@@ -20,8 +20,6 @@ from torch.distributed.tensor.parallel import (
 
 import memsave_ext as ms
 
-pytestmark = pytest.mark.once
-
 TOKENS, FEATURES = 24, 12
 EVERYTHING = {"return_lse": True, "return_predicted": True, "return_entropy": True}
 # Of 4 ranks the third has 1 row and the last none, of 5 classes; of 2 ranks both have some.

@@ -19,8 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memsave_ext as ms
 
-pytestmark = pytest.mark.once
-
 STEPS = 4
 FOLDER = "MEMSAVE_EXT_TEST_FOLDER"  # an environment variable, which the ranks inherit
 

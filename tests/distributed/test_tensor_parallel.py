@@ -25,8 +25,6 @@ from torch.distributed.tensor.parallel import (
 
 import memsave_ext as ms
 
-pytestmark = pytest.mark.once
-
 native = ms._native.available
 FOLDER = "MEMSAVE_EXT_TEST_FOLDER"  # an environment variable, which the ranks inherit
 WIDTH, CLASSES, TOKENS = 32, 101, 8

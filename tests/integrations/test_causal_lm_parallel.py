@@ -1,6 +1,5 @@
 """patch_causal_lm of a model whose head is sharded over the vocabulary, on two gloo ranks."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from libraries import library
@@ -60,7 +59,6 @@ def parallel():
     return found, stepped(outputs=outputs)
 
 
-@pytest.mark.once
 def test_a_parallelized_head():
     library("transformers")
     for rank in run_ranks(2, [parallel])["parallel"]:

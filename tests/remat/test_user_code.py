@@ -95,7 +95,7 @@ def same(one, other):
     return one == other
 
 
-@pytest.mark.parametrize("name", share(MODELS, 3))
+@pytest.mark.parametrize("name", share(MODELS, 2))
 def test_steps_within_a_budget(name, capsys):
     plain, _ = train(name, nothing)
     printed = capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_steps_within_a_budget(name, capsys):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("prepare", [predicted, fitted])
-@pytest.mark.parametrize("name", share(MODELS, 6, 1))
+@pytest.mark.parametrize("name", share(MODELS, 3, 1))
 def test_steps_that_were_predicted(name, prepare, capsys):
     plain, _ = train(name, nothing)
     printed = capsys.readouterr().out
