@@ -382,6 +382,18 @@ void KnownSteps::expect(std::shared_ptr<Known> step) {
   add(std::move(step), false);
 }
 
+std::optional<double> KnownSteps::seconds_of(size_t call, uint64_t key) const {
+  const std::lock_guard<Lock> lock(mutex_);
+  for (auto step = steps_.rbegin(); step != steps_.rend(); ++step) {
+    const Known& known = **step;
+    if (known.is_ahead || known.plans.empty() || call >= known.calls.size()) continue;
+    const double seconds = known.trace.calls[call].seconds;
+    // Plans may be those of an earlier step like it, and its own times not be read yet.
+    if (known.calls[call] == key && std::isfinite(seconds)) return seconds;
+  }
+  return std::nullopt;
+}
+
 bool KnownSteps::knows(uint64_t last_key) const {
   const std::lock_guard<Lock> lock(mutex_);
   const auto is_same = [&](const auto& other) {

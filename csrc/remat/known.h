@@ -129,6 +129,10 @@ class KnownSteps {
   // known. `exact`: plans that were made for other memory are made again.
   std::shared_ptr<Known> find(const std::vector<uint64_t>& keys, int64_t before, int64_t missing,
                               int others, int least_seen, bool exact);
+  // How long this operator took in a step that has plans, whose times stay, and whose call of that
+  // number it was; none if there is no such step. What a step calls before its first decision, by
+  // which it is found, need not be timed again.
+  std::optional<double> seconds_of(size_t call, uint64_t key) const;
   bool overlapped() const;  // whether another step has run while this one does
   bool any() const;         // whether a step has ended that is worth being known
   // The step that has ended last, which is known no more; null if none.

@@ -118,10 +118,12 @@ Step::Began Step::began(const Operator& op, c10::ArrayRef<const c10::IValue> inp
   hash_ = mix(hash_, began.key);
   end_moment();
   look_what_is_emptied();
-  // A step that ran ahead has estimated its times.
   const size_t position = calls_.size();
-  if (plan_ != nullptr && !followed_->is_ahead && position < followed_->calls.size() &&
-      followed_->calls[position] == began.key) {
+  if (keys_.empty()) {
+    began.seconds = shared_->seconds_of(position, began.key);
+  } else if (plan_ != nullptr && !followed_->is_ahead && position < followed_->calls.size() &&
+             followed_->calls[position] == began.key) {
+    // A step that ran ahead has estimated its times.
     began.seconds = followed_->trace.calls[position].seconds;
   }
   return began;

@@ -135,9 +135,9 @@ def test_the_allocator_is_asked_once_a_step():
 
 
 @pytest.mark.parametrize("budget", [0.5, "1TB"])
-def test_a_known_step_times_its_first_operator_alone(budget):
-    """Two events for each operator are host time; the times of earlier steps stay. But for the
-    first operator: what it saves is what tells which step it is."""
+def test_a_known_step_times_nothing(budget):
+    """Two events for each operator are host time; the times of earlier steps stay. That holds for
+    the first operators, too, although what they save is what tells which step it is."""
     net = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.GELU()))).to(DEVICE)
     x = torch.randn(256, 32, device=DEVICE)
 
@@ -152,7 +152,7 @@ def test_a_known_step_times_its_first_operator_alone(budget):
     blocks = [ms.remat(budget=budget) for _ in range(8)]
     recorded = [events_of(block) for block in blocks]
     assert (blocks[-1].figures().dropped_bytes > 0) == (budget == 0.5)
-    assert recorded[0] > 2 and recorded[-1] == 2, recorded
+    assert recorded[0] > 2 and recorded[-1] == 0, recorded
 
 
 @pytest.mark.parametrize("kind", KINDS)
