@@ -101,7 +101,7 @@ format: $(TOOLS)  ## rewrite the sources in the project's style
 	$(VENV) -m ruff format .
 	.venv/bin/clang-format -i $(CXX_FILES)
 
-cuda-check: $(TOOLS)  ## compile every CUDA source, without a GPU or a CUDA torch
+cuda-check: $(TOOLS)  ## compile every CUDA source that has changed, without a GPU or a CUDA torch
 	$(VENV) tools/cuda_check.py
 
 emulate: build  ## run every CUDA kernel on the CPU; then the package on a CUDA device whose streams are checked

@@ -1,18 +1,21 @@
 """Compile every CUDA source without a GPU and without a CUDA torch (`make cuda-check`).
 
-    python tools/cuda_check.py [--renew]
+    python tools/cuda_check.py [--renew | --anew]
     python tools/cuda_check.py --arch 75 86 89 100 120
 
 Kernels (*.cu, free of torch headers) are compiled for sm_80 and sm_90, cuda.cpp files are checked
 against the headers of the installed torch. What a kernel takes is compared with cuda_kernels.tsv:
 registers, and of sm_90 shared memory and what sass.py reads from the machine code. Fails on an
-error, a spill, and where a figure is not the table's; --renew writes the table anew. With --arch
-kernels are compiled for other architectures, which have no table: fails on an error and a spill.
+error, a spill, and where a figure is not the table's; --renew writes the table anew. Kernels whose
+sources and compiler are those that the table was written of are not compiled again, but with
+--anew. With --arch kernels are compiled for other architectures, which have no table: fails on an
+error and a spill.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import inspect
 import os
 import re
@@ -29,6 +32,7 @@ import sass
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
 TABLE = ROOT / "tools" / "cuda_kernels.tsv"
 ARCHS = ("80", "90")
 # Of a multiprocessor of sm_90.
@@ -55,6 +59,7 @@ class Row(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--renew", action="store_true", help=f"write {TABLE.name}")
+    parser.add_argument("--anew", action="store_true", help="compile kernels that are known, too")
     parser.add_argument(
         "--arch", nargs="+", metavar="NN", help="compile kernels for these architectures alone"
     )
@@ -67,13 +72,30 @@ def main() -> None:
     if options.arch is not None:
         check_archs(cuda_home, kernels, options.arch)
         return
-    disassembler = find_disassembler(cuda_home)
-    bindings = sorted(ROOT.glob("csrc/**/cuda.cpp"))
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        compiled = pool.map(lambda path: compile_kernels(cuda_home, path, disassembler), kernels)
-        checked = pool.map(lambda path: run(binding_command(cuda_home, path)), bindings)
-        compiled, checked = list(compiled), list(checked)
+    check_bindings(cuda_home)
+    origin = f"nvcc {build_config.nvcc_release(cuda_home)}; sources {digest(kernels)}"
+    if options.renew or options.anew or origin != read_table()[0]:
+        check_kernels(cuda_home, kernels, origin, options.renew)
+    else:
+        print(f"cuda-check: {len(kernels)} sources of kernels are those of {TABLE.name}.")
 
+
+def check_bindings(cuda_home: str) -> None:
+    """As one file: most of the time is for the headers."""
+    bindings = sorted(ROOT.glob("csrc/**/cuda.cpp"))
+    text = "".join(f'#include "{path.relative_to(CSRC)}"\n' for path in bindings)
+    right, output = run(binding_command(cuda_home), text)
+    print(output, end="")
+    if not right:
+        sys.exit("cuda-check: a cuda.cpp file does not compile.")
+    print(f"cuda-check: {len(bindings)} files cuda.cpp compile.")
+
+
+def check_kernels(cuda_home: str, kernels: list[Path], origin: str, renew: bool) -> None:
+    """Compares them with the table, or writes it first. ``origin``: what it is to be written of."""
+    disassembler = find_disassembler(cuda_home)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        compiled = list(pool.map(lambda p: compile_kernels(cuda_home, p, disassembler), kernels))
     problems = 0
     rows: list[Row] = []
     for path, (output, of_source) in zip(kernels, compiled, strict=True):
@@ -85,19 +107,27 @@ def main() -> None:
             problems += 1
             print(f"{name} ({arch}) spills {spilled} bytes")
         rows += of_source
-    for path, (right, output) in zip(bindings, checked, strict=True):
-        problems += not right
-        print(f"{path.relative_to(ROOT)}: {'compiles' if right else 'does not compile'}")
-        print(output, end="")
     if problems:
         sys.exit(f"cuda-check: {problems} sources that do not compile or kernels that spill.")
-    release = f"nvcc {build_config.nvcc_release(cuda_home)}"
     rows.sort()
-    if options.renew:
+    if renew:
         if disassembler is None:
             sys.exit("cuda-check: --renew needs nvdisasm (pip install nvidia-cuda-nvdisasm)")
-        write_table(release, rows)
-    compare(release, rows, disassembler is not None)
+        write_table(origin, rows)
+    compare(origin, rows, disassembler is not None)
+
+
+def digest(kernels: list[Path]) -> str:
+    """Of what nvcc reads and is told: the sources, all of ours that they include, and the flags."""
+    found = hashlib.sha256("\n".join([*ARCHS, *kernel_flags()]).encode())
+    read = [path.resolve() for path in kernels]
+    for path in read:  # it grows
+        text = path.read_bytes()
+        found.update(b"\0%b\0%b" % (path.relative_to(ROOT).as_posix().encode(), text))
+        names = re.findall(rb'^#include "(.+)"', text, re.MULTILINE)
+        places = [(at / name.decode()).resolve() for name in names for at in (path.parent, CSRC)]
+        read += [p for p in dict.fromkeys(places) if p.is_file() and p not in read]
+    return found.hexdigest()[:16]
 
 
 def check_archs(cuda_home: str, kernels: list[Path], archs: list[str]) -> None:
@@ -173,35 +203,36 @@ def find_disassembler(cuda_home: str) -> str | None:
     return shutil.which("nvdisasm", path=os.pathsep.join(places))
 
 
-def write_table(release: str, rows: list[Row]) -> None:
-    lines = [f"# {release}; python tools/cuda_check.py --renew", "\t".join(Row._fields)]
+def write_table(origin: str, rows: list[Row]) -> None:
+    lines = [f"# {origin}; python tools/cuda_check.py --renew", "\t".join(Row._fields)]
     lines += ["\t".join(map(str, row)) for row in rows]
     TABLE.write_text("\n".join(lines) + "\n")
 
 
 def read_table() -> tuple[str, list[Row]]:
-    """The nvcc that the table is of, and its rows."""
-    release, _, *lines = TABLE.read_text().splitlines()
+    """What the table was written of, and its rows."""
+    origin, _, *lines = TABLE.read_text().splitlines()
     rows = [line.split("\t") for line in lines]
-    return release[2:].partition(";")[0], [Row(name, *map(int, rest)) for name, *rest in rows]
+    return origin[2:].rpartition(";")[0], [Row(name, *map(int, rest)) for name, *rest in rows]
 
 
-def compare(release: str, rows: list[Row], disassembled: bool) -> None:
+def compare(origin: str, rows: list[Row], disassembled: bool) -> None:
     of_table, expected = read_table()
-    if of_table != release:
-        print(f"cuda-check: not compared with {TABLE.name}, which is of {of_table}, not {release}.")
+    release, before = origin.partition(";")[0], of_table.partition(";")[0]
+    if release != before:
+        print(f"cuda-check: not compared with {TABLE.name}, which is of {before}, not {release}.")
         return
     fields = Row._fields
     if not disassembled:
         fields = fields[: fields.index("instructions")]
         print("cuda-check: instructions were not compared: there is no nvdisasm.")
-    before = {row.kernel: row for row in expected}
-    after = {row.kernel: row for row in rows}
-    differences = [f"not in the table: {name}" for name in after.keys() - before.keys()]
-    differences += [f"not compiled: {name}" for name in before.keys() - after.keys()]
-    for name in sorted(before.keys() & after.keys()):
-        pairs = [(f, getattr(before[name], f), getattr(after[name], f)) for f in fields]
-        changed = [f"{field} {old} -> {new}" for field, old, new in pairs if old != new]
+    old = {row.kernel: row for row in expected}
+    new = {row.kernel: row for row in rows}
+    differences = [f"not in the table: {name}" for name in new.keys() - old.keys()]
+    differences += [f"not compiled: {name}" for name in old.keys() - new.keys()]
+    for name in sorted(old.keys() & new.keys()):
+        pairs = [(f, getattr(old[name], f), getattr(new[name], f)) for f in fields]
+        changed = [f"{field} {was} -> {now}" for field, was, now in pairs if was != now]
         if changed:
             differences.append(f"{name}: {', '.join(changed)}")
     print("\n".join(sorted(differences)))
@@ -211,33 +242,34 @@ def compare(release: str, rows: list[Row], disassembled: bool) -> None:
             " that is meant: `python tools/cuda_check.py --renew`, and commit the table."
         )
     print(f"cuda-check: {len(rows)} kernels, as in {TABLE.relative_to(ROOT)}.")
+    if origin != of_table and disassembled:
+        print("cuda-check: it was written of other sources; --renew notes that of these, too.")
 
 
 def kernel_command(cuda_home: str, path: Path, kept: Path) -> list[str]:
     command = [f"{cuda_home}/bin/nvcc", "-c", str(path), "-o", os.devnull]
     command += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
     command += ["--keep", "--keep-dir", str(kept)]  # PTX and machine code, to look at
-    return [*command, *kernel_flags(), "--compiler-options", "-fPIC"]
+    return [*command, f"-I{CSRC}", *kernel_flags(), "--compiler-options", "-fPIC"]
 
 
 def arch_command(cuda_home: str, path: Path, arch: str) -> list[str]:
     """Without what is compiled for the host, which is the same for all."""
     command = [f"{cuda_home}/bin/nvcc", "-cubin", f"-arch=sm_{arch}", str(path), "-o", os.devnull]
-    return [*command, *kernel_flags()]
+    return [*command, f"-I{CSRC}", *kernel_flags()]
 
 
 def kernel_flags() -> list[str]:
-    flags = ["-O3", "-Xptxas", "-v", f"-I{ROOT / 'csrc'}", torch_std()]
-    return flags + cpp_extension.COMMON_NVCC_FLAGS
+    return ["-O3", "-Xptxas", "-v", torch_std(), *cpp_extension.COMMON_NVCC_FLAGS]
 
 
-def binding_command(cuda_home: str, path: Path) -> list[str]:
+def binding_command(cuda_home: str) -> list[str]:
     # The first define keeps a CPU wheel's headers from including a file only CUDA wheels have.
     # C++17, as with the oldest torch, whatever the one that is here compiles extensions as.
-    command = [os.environ.get("CXX", "c++"), "-fsyntax-only", "-std=c++17", str(path)]
+    command = [os.environ.get("CXX", "c++"), "-fsyntax-only", "-std=c++17", "-x", "c++", "-"]
     command += ["-pedantic-errors"]
     command += ["-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE", "-DMEMSAVE_EXT_WITH_CUDA=1"]
-    command += [*build_config.WARNINGS, f"-I{ROOT / 'csrc'}", "-isystem", f"{cuda_home}/include"]
+    command += [*build_config.WARNINGS, f"-I{CSRC}", "-isystem", f"{cuda_home}/include"]
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     return command + [f for path in includes for f in ("-isystem", path)]
 
@@ -249,8 +281,8 @@ def torch_std() -> str:
     return match.group()
 
 
-def run(command: list[str]) -> tuple[bool, str]:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run(command: list[str], given: str | None = None) -> tuple[bool, str]:
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
     return done.returncode == 0, done.stdout + done.stderr
 
 

@@ -381,6 +381,45 @@ def test_cuda_check_of_other_architectures(config, monkeypatch, tmp_path, capsys
     cuda_check.main()
 
 
+def test_cuda_check_compiles_what_is_not_the_tables(config, monkeypatch, tmp_path, capsys):
+    """A file that a kernel includes, over others, or a flag: each makes other sources."""
+    cuda_check = load_tool("cuda_check", monkeypatch)
+    kernels = sorted(ROOT.glob("csrc/**/*.cu"))
+    given = cuda_check.digest(kernels)
+    assert cuda_check.read_table()[0].endswith(f"; sources {given}"), "run it with --renew"
+    assert cuda_check.digest(kernels[1:]) != given
+    with monkeypatch.context() as changed:
+        changed.setattr(cuda_check, "ARCHS", ("90",))
+        assert cuda_check.digest(kernels) != given
+    monkeypatch.setattr(cuda_check, "ROOT", tmp_path)
+    monkeypatch.setattr(cuda_check, "CSRC", tmp_path / "csrc")
+    copies = [tmp_path / path.relative_to(ROOT) for path in kernels]
+    for folder in ("csrc", "memsave_ext/adam"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    assert cuda_check.digest(copies) == given
+    for change in ("csrc/adam/math.h", "memsave_ext/adam/format_rows.h", "csrc/report/kernel.cu"):
+        text = (ROOT / change).read_text()
+        (tmp_path / change).write_text(f"{text}//\n")
+        assert cuda_check.digest(copies) != given, change
+        (tmp_path / change).write_text(text)
+
+    compiled = []
+    monkeypatch.setattr(cuda_check, "check_bindings", lambda cuda_home: None)
+    monkeypatch.setattr(cuda_check, "check_kernels", lambda *given: compiled.append(given))
+    monkeypatch.setattr(cuda_check.build_config, "find_cuda_home", lambda: ("/toolkit", None))
+    monkeypatch.setattr(cuda_check.build_config, "nvcc_release", lambda cuda_home: "13.0")
+    for digest, arguments, calls in (
+        (given, [], 0), ("of others", [], 1), (given, ["--anew"], 1), (given, ["--renew"], 1)
+    ):  # fmt: skip
+        monkeypatch.setattr(cuda_check, "digest", lambda kernels, value=digest: value)
+        monkeypatch.setattr(cuda_check, "read_table", lambda: (f"nvcc 13.0; sources {given}", []))
+        monkeypatch.setattr(sys, "argv", ["cuda_check.py", *arguments])
+        compiled.clear()
+        cuda_check.main()
+        assert len(compiled) == calls, (digest, arguments)
+    assert "are those of cuda_kernels.tsv" in capsys.readouterr().out
+
+
 def test_cuda_check_reads_ptxas(config, monkeypatch):
     cuda_check = load_tool("cuda_check", monkeypatch)
     output = (
