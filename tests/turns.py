@@ -1,4 +1,4 @@
-"""Which files of tests are run: of rooms whose tests take minutes one in four at each commit.
+"""Which files of tests are run: of places whose tests take minutes one in four at each commit.
 
 So all have run after four commits. What is named on the command line always runs, and everything
 with --full.
@@ -14,16 +14,18 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 TURNS = 4
 VARIABLE = "MEMSAVE_EXT_TURN"  # says whose turn it is; "all": everybody's
-ROOMS = (
-    "benchmarks", "distributed", "docs", "integrations", "memory", "packaging", "predict", "remat",
-    "stress",
+PLACES = (
+    "adam/test_optim_db.py",  # imports torch's tests, which takes as long as half of its room
+    "benchmarks", "distributed", "docs", "dry_run", "elsewhere", "integrations", "memory",
+    "packaging", "predict", "remat", "stress",
 )  # fmt: skip
 EVERY_TIME = (
-    "distributed/test_adam_ddp.py", "docs/test_contributing.py",
-    "integrations/test_transformers.py", "memory/test_memory.py",
-    "packaging/test_imports.py", "packaging/test_includes.py", "packaging/test_mistakes.py",
-    "packaging/test_sampling.py", "packaging/test_turns.py", "predict/test_predict.py",
-    "remat/test_budget.py", "remat/test_plan.py", "remat/test_remat.py",
+    "distributed/test_adam_ddp.py", "docs/test_contributing.py", "dry_run/test_tensors.py",
+    "elsewhere/test_gradients_used.py", "integrations/test_transformers.py",
+    "memory/test_memory.py", "packaging/test_imports.py", "packaging/test_includes.py",
+    "packaging/test_mistakes.py", "packaging/test_sampling.py", "packaging/test_turns.py",
+    "predict/test_holdings.py", "predict/test_repeats.py", "remat/test_budget_told.py",
+    "remat/test_plan.py", "remat/test_remat.py", "remat/test_remat_operators.py",
 )  # fmt: skip
 
 
@@ -58,7 +60,10 @@ def has(place):
 @functools.cache
 def waiting():
     """The files that take turns, in their order."""
-    files = sorted(file for room in ROOMS for file in (TESTS / room).glob("test_*.py"))
+    places = [TESTS / place for place in PLACES]
+    files = sorted(
+        file for at in places for file in (at.glob("test_*.py") if at.is_dir() else [at])
+    )
     return [file for file in files if file.relative_to(TESTS).as_posix() not in EVERY_TIME]
 
 
