@@ -85,6 +85,14 @@ def any_elsewhere(params: Iterable[Tensor]) -> bool:
     return bool(GradientElsewhere.made) and any(_values_of(p.grad) for p in params)
 
 
+def nbytes_elsewhere(params: Iterable[Tensor]) -> int:
+    """Returns the bytes of the gradients in ``.grad`` that lie elsewhere."""
+    if not GradientElsewhere.made:
+        return 0
+    found = ((p.grad, _values_of(p.grad)) for p in params)
+    return sum(local_tensor(g).nbytes for g, v in found if v is not None and v.here is None)
+
+
 def bring_back(params: Iterable[Tensor]) -> None:
     """Has the gradients in ``.grad`` in memory."""
     params = list(params)

@@ -13,6 +13,7 @@ from ..shared.device_memory import check_counts
 from ..shared.modules import Modules
 from . import fallback
 from .account import Account, Region, Step, TensorAtPeak, Timeline
+from .events import CATEGORIES
 from .hooks import Names
 from .remedies import remedies
 from .tracker import NativeTracker
@@ -61,6 +62,7 @@ class Figures:
         self._tracker = tracker
         self._installed: ExitStack | None = None  # ends tracking when closed; None: not running
         self._final: Account | None = None  # kept once tracking has ended; None: not made yet
+        self._elsewhere: dict[str, int] = {}  # see Hooks.elsewhere
 
     @property
     def live(self) -> int:
@@ -75,6 +77,7 @@ class Figures:
     def reset_peak(self) -> None:
         """Makes the present :attr:`live` the new :attr:`peak` and forgets the earlier timeline."""
         self._tracker.reset_peak()
+        self._elsewhere.clear()
         self._final = None
 
     @property
@@ -109,6 +112,15 @@ class Figures:
         """The most bytes that ``offload`` of :func:`remat` had elsewhere at a time, as in files."""
         moved = self.timeline.moved
         return int(moved.max()) if len(moved) else 0
+
+    @property
+    def most_elsewhere(self) -> dict[str, int]:
+        """The most bytes of each category that lay elsewhere at a time, in files or, of a CUDA
+        device, in the host's memory: parameters by ``weights_on``, gradients by ``grads_on`` and
+        optimizer states by ``states_on``, as steps of the optimizers found them, and activations,
+        which is :attr:`most_moved`. Categories of which nothing did are left out."""
+        found = {**self._elsewhere, "activations": self.most_moved}
+        return {category: found[category] for category in CATEGORIES if found.get(category)}
 
     @property
     def steps(self) -> list[Step]:

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..adam.elsewhere import buffers_of
+from ..elsewhere.gradients import nbytes_elsewhere
 from ..shared.modules import Modules, not_compiled
 from ..shared.tensors import plain_tensors
-from ..store.mapped import in_memory
-from .events import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
+from ..store.kept import SMALLEST
+from ..store.mapped import in_memory, nbytes_mapped
+from .events import CATEGORIES, GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from .tracker import Tracker
 
 # Tensors by their id, each with the number of its name.
@@ -53,6 +55,10 @@ class Hooks:
 
     A training step ends with the step of the last of ``optimizers`` or, without optimizers, where
     the next forward of ``model`` begins.
+
+    Attributes:
+        elsewhere: by category, the most bytes that lay elsewhere when it was looked: parameters and
+            gradients before each step of an optimizer, its states after it.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class Hooks:
             [(weakref.ref(module), key, names.number(name)) for module, key, name in owned]
             for owned in found
         )
+        self.elsewhere: dict[str, int] = {}
         self._forwards = 0
         self._calls = threading.local()  # its `numbers`: of the modules that run, outermost first
 
@@ -81,6 +88,7 @@ class Hooks:
         buffers = _present(self._buffers, "_buffers")
         self._label(PARAMETERS, [*params.values(), *buffers.values()])
         self._label_gradients(params)
+        self._look_elsewhere(params)
         for optimizer in self._present_optimizers():
             self._label_states(optimizer, params)
 
@@ -134,7 +142,9 @@ class Hooks:
     def _watch_optimizer(self, stack: ExitStack, optimizer: Optimizer, last: bool) -> None:
         @not_compiled
         def before(*_: Any) -> None:
-            self._label_gradients(self._numbered_parameters())
+            params = self._numbered_parameters()
+            self._label_gradients(params)
+            self._look_elsewhere(params)
             self._tracker.begin_optimizer()
 
         hooked = with_step_hooks(optimizer)
@@ -176,17 +186,28 @@ class Hooks:
 
     def _label_states(self, optimizer: Optimizer, params: Numbered) -> None:
         names = {key: self._names.texts[number] + " " for key, (_, number) in params.items()}
+        states = [
+            (p, key, value)
+            for p, state in optimizer.state.items()
+            for key, value in (state.items() if isinstance(state, dict) else ())
+        ]
         self._label(
             OPTIMIZER_STATES,
-            [
-                (value, self._names.number(f"{names.get(id(p), '')}{key}"))
-                for p, state in optimizer.state.items()
-                for key, value in (state.items() if isinstance(state, dict) else ())
-            ],
+            [(v, self._names.number(f"{names.get(id(p), '')}{key}")) for p, key, v in states],
         )
+        self._note_elsewhere(OPTIMIZER_STATES, sum(_elsewhere(p, v) for p, _, v in states))
         number = self._names.number("buffer of states_on")
         buffers = [(buffer, number) for buffer in buffers_of(optimizer)]
         self._label(OPTIMIZER_STATES, buffers)
+
+    def _look_elsewhere(self, params: Numbered) -> None:
+        tensors = [param for param, _ in params.values()]
+        self._note_elsewhere(PARAMETERS, nbytes_mapped(tensors))
+        self._note_elsewhere(GRADIENTS, nbytes_elsewhere(tensors))
+
+    def _note_elsewhere(self, category: int, nbytes: int) -> None:
+        if nbytes > self.elsewhere.get(CATEGORIES[category], 0):
+            self.elsewhere[CATEGORIES[category]] = nbytes
 
     def _label(self, category: int, owners: Iterable[tuple[Any, int]]) -> None:
         tensors, names = [], []
@@ -195,6 +216,14 @@ class Hooks:
             tensors += here
             names += [name] * len(here)
         self._tracker.label(tensors, category, names)
+
+
+def _elsewhere(param: Tensor, state: Any) -> int:
+    """Returns the bytes of a parameter's state that lie in a file or, of one on CUDA, in the host's
+    memory."""
+    tensors = plain_tensors(state)
+    far = (t for t in tensors if t.device.type != param.device.type and t.nbytes >= SMALLEST)
+    return nbytes_mapped(tensors) or sum(tensor.nbytes for tensor in far)
 
 
 def _owned(model: nn.Module | None, kind: str) -> Iterator[tuple[nn.Module, str, str]]:

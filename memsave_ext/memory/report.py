@@ -69,8 +69,9 @@ def _headline(track: Figures, peak: int) -> str:
     now = f"{format_bytes(track.live)} live at the end"
     if track.reserved is not None:
         now += f"; the allocator reserves {format_bytes(track.reserved)}"
-    if track.most_moved:
-        now += f"; at most {format_bytes(track.most_moved)} moved elsewhere"
+    if elsewhere := track.most_elsewhere:
+        parts = [f"{format_bytes(size)} of {category}" for category, size in elsewhere.items()]
+        now += f"; elsewhere at most {', '.join(parts)}"
     return f"Peak {format_bytes(peak)} on {track.device}, {when}{step}; {now}"
 
 
@@ -184,6 +185,7 @@ def as_json(
     - ``live``, ``peak``; ``reserved``, where an allocator was simulated;
       ``at_peak``: bytes by category, which sum to ``peak``; ``peak_phase``,
       ``peak_step``, ``peak_time``: when the peak was.
+    - ``most_elsewhere``: bytes by category, and of activations ``most_moved``.
     - ``steps``: ``index``, ``seconds`` and ``peak`` of each.
     - ``regions``: ``name``, ``calls``, ``saved_bytes``, ``seconds`` and ``phase`` of each
       checkpointed region and of each module in which ``remat`` recomputed.
@@ -215,6 +217,7 @@ def as_json(
         "peak_step": track.peak_step,
         "peak_time": track.peak_time,
         "most_moved": track.most_moved,
+        "most_elsewhere": track.most_elsewhere,
         "steps": [asdict(step) for step in track.steps],
         "regions": [asdict(region) for region in track.regions],
         "top": [asdict(tensor) for tensor in track.top(top)],

@@ -48,6 +48,7 @@ class Track(Reported):
         super().__init__(tracker, device, modules, names)
         self.stacks = stacks
         self._hooks = Hooks(self._tracker, model, modules, optimizers, names)
+        self._elsewhere = self._hooks.elsewhere
 
     def growth(self, n: int = 10) -> list[Growth]:
         """Returns the ``n`` largest groups of tensors that three training steps or more have made

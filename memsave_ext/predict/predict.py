@@ -44,6 +44,7 @@ class Told(NamedTuple):
     seconds: float
     others: int
     reserved: tuple[int, ...]  # by default, and with expandable segments; none of a CPU
+    elsewhere: dict[str, int]  # bytes, as Hooks has them
     names: list[str]  # of tensors
     modules: list[str]
     layers: list[Layer]
@@ -95,6 +96,7 @@ class PredictedStep(Reported):
         super().__init__(_Recorded(told), device, modules, names)
         self.bus_seconds, self.seconds = told.bus_seconds, told.seconds
         self.others = told.others
+        self._elsewhere = told.elsewhere
         self.reserved_expandable: int | None = None
         if told.reserved:
             default, self.reserved_expandable = told.reserved
@@ -323,7 +325,7 @@ def _told(
     record = tracker.record()
     more = modules.names, modules.layers, tracker.storages.repeats.learned()
     of_step = tracker.live, tracker.peak, *times, tracker.others, tracker.reserved
-    return Told(record, *of_step, names.texts, *more)
+    return Told(record, *of_step, tracker.elsewhere, names.texts, *more)
 
 
 def _of_other_models(reached: Iterable[Tensor]) -> list[Tensor]:

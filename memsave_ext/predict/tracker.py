@@ -119,6 +119,7 @@ class FakeTracker(Tracker):
         """
         self._log = Log(modules.parents, _NO_LIMIT)
         hooks = Hooks(self, model, modules, [optimizer] if optimizer else [], names)
+        self.elsewhere = hooks.elsewhere
         self.start()
         hooks.label()
         before = self._log.total

@@ -121,6 +121,11 @@ def any_mapped(tensors: Iterable[Tensor]) -> bool:
     return _used and any(map(is_mapped, tensors))
 
 
+def nbytes_mapped(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of those that :func:`is_mapped` says take no memory."""
+    return sum(tensor.nbytes for tensor in tensors if is_mapped(tensor)) if _used else 0
+
+
 def in_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Returns those that take memory; of a prediction's, would take it."""
     if not _used:  # as most often: this is asked of all states in every step

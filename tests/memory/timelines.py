@@ -82,6 +82,7 @@ def track_of(line, tensors=(), regions=(), steps=()):
         peak_step=int(line.step[peak]),
         peak_time=float(line.time[peak]),
         most_moved=int(line.moved.max()),
+        most_elsewhere={"activations": int(n)} if (n := line.moved.max()) else {},
         steps=list(steps),
         regions=list(regions),
         top=lambda n=10: largest[:n],

@@ -1,4 +1,4 @@
-"""The tracker's lock and the allocator's, taken by several threads."""
+"""The tracker's lock and the allocator's, taken by several threads; what lies elsewhere."""
 
 import faulthandler
 import random
@@ -10,6 +10,7 @@ import checked_streams
 import fake_cuda
 import pytest
 import torch
+from torch import nn
 
 import memsave_ext as ms
 from memsave_ext.memory.tracker import NativeTracker
@@ -146,3 +147,20 @@ def results(x, count, tracker):
     # The first that the tracker looks for is the next that backward frees.
     tracker.label(made[-2::-1], 0, [0] * (count - 1))
     return x
+
+
+@pytest.mark.parametrize("place", ["cpu", "folder"])
+def test_what_lies_elsewhere(place, tmp_path):
+    where = "cpu" if place == "cpu" else tmp_path
+    model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256)).to(DEVICE)
+    if place == "cpu":
+        ms.weights_on(model, "cpu")
+    optimizer = ms.AdamW(model.parameters(), grads_on=where, states_on=where)
+    with ms.memory.track(model, optimizer) as t:
+        for _ in range(2):
+            model(torch.randn(8, 256, device=DEVICE)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    large = 2 * 256 * 256 * 4
+    expected = {"parameters": large} if place == "cpu" else {}
+    assert t.most_elsewhere == {**expected, "gradients": large, "optimizer": 2 * large}
