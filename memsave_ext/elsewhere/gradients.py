@@ -73,9 +73,9 @@ class Gradients:
         if is_dtensor(grad):
             put_local(grad, self.leave(local_tensor(grad)))
             return grad
-        if isinstance(grad, GradientElsewhere) or grad.nbytes < SMALLEST:
+        if isinstance(grad, GradientElsewhere) or grad.layout != torch.strided:
             return grad
-        if grad.requires_grad or grad.layout != torch.strided or not is_dense(grad):
+        if grad.nbytes < SMALLEST or grad.requires_grad or not is_dense(grad):
             return grad  # of create_graph=True it has a graph
         return Values(self._keeper, grad, self._norms).wrapper()
 

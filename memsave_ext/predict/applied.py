@@ -461,6 +461,7 @@ class _FirstSteps:
         self._tracker: Any = None
         self._old: list[weakref.ref[torch.Tensor]] = []  # gradients of the step before
         self._hook = optimizer.register_step_post_hook(self._stepped)
+        self._before: Any = None  # a hook of the step after the last one of these
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         self._steps += 1
@@ -476,9 +477,26 @@ class _FirstSteps:
         if self._steps >= self._number:
             self._ended.append(clock.perf_counter())
         if len(self._ended) > _TIMED:
-            self._hook.remove()
+            self._end(optimizer)
             times = zip(self._ended, self._ended[1:], strict=False)
             self._timed(statistics.median(end - begin for begin, end in times))
+
+    def _end(self, optimizer: Optimizer) -> None:
+        """Removes the hook, which runs now. torch goes through the hooks meanwhile, and none but
+        the last one may go: where others come after it, it goes when the next step begins."""
+        if next(reversed(optimizer._optimizer_step_post_hooks)) == self._hook.id:
+            self._hook.remove()
+            return
+
+        def begins(optimizer: Optimizer, *_: Any) -> None:
+            self._hook.remove()
+            self._hook = optimizer.register_step_post_hook(ends)
+
+        def ends(optimizer: Optimizer, *_: Any) -> None:
+            self._before.remove()
+            self._end(optimizer)
+
+        self._before = optimizer.register_step_pre_hook(begins)
 
     def _begin(self, model: nn.Module, optimizer: Optimizer) -> None:
         parameter = next(model.parameters(), torch.empty(0))
@@ -505,5 +523,7 @@ class _FirstSteps:
         return tracker
 
     def close(self) -> None:
-        self._hook.remove()
+        for hook in (self._hook, self._before):
+            if hook is not None:
+                hook.remove()
         self._stop()

@@ -553,6 +553,27 @@ def test_checkpoints_and_budgets(backwards, tmp_path):
 # ---- bad input, and faults ----
 
 
+def test_a_sparse_gradient_stays_in_memory(tmp_path):
+    """torch's SGD steps it as ever; ours say that they take none, and not in backward."""
+    weights = []
+    for grads_on in (None, tmp_path):
+        torch.manual_seed(0)
+        net = nn.Embedding(500, 64, sparse=True)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        if grads_on is not None:
+            optimizer = ms.in_backward(optimizer, grads_on=grads_on)
+        net(torch.tensor([1, 2, 1])).square().sum().backward()
+        assert net.weight.grad.is_sparse
+        optimizer.step()
+        weights.append(net.weight.detach())
+    assert torch.equal(*weights)
+    net = nn.Embedding(500, 64, sparse=True)
+    ours = ms.AdamW(net.parameters(), grads_on=tmp_path)
+    net(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="Adam does not support sparse gradients"):
+        ours.step()
+
+
 @pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 def test_bad_values(tmp_path):
     net = network()

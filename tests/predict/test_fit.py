@@ -203,6 +203,54 @@ def assert_unchanged_but_for_the_measure(loop):
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("others", ["before", "after", "around", "track", "in the end"])
+def test_hooks_of_others(others):
+    """torch goes through the hooks of a step while the measure takes its own away."""
+    loop, calls = Loop(), []
+
+    def count(kind):
+        return lambda *_: calls.append(kind)
+
+    register = loop.optimizer.register_step_post_hook, loop.optimizer.register_step_pre_hook
+    if others in ("before", "around"):
+        kept = [add(count(i)) for i, add in enumerate(register)]
+    fitted = loop.fit("checkpoint by block", verbose=False)
+    if others in ("after", "around"):
+        kept = [add(count(i)) for i, add in enumerate(register)]
+    if others == "track":
+        with ms.memory.track(loop.model, loop.optimizer):
+            loop.run(12)
+    elif others == "in the end":  # where the measure is about to go
+        loop.run(6)
+        kept = [add(count(i)) for i, add in enumerate(register)]
+        loop.run(1)
+        kept += [add(count(i)) for i, add in enumerate(register)]
+        loop.run(5)
+    else:
+        loop.run(12)
+    assert fitted.seconds is not None
+    every = {"before": 12, "after": 12, "around": 24, "track": 0, "in the end": 11}[others]
+    assert [calls.count(kind) for kind in range(2)] == [every, every]
+    for hook in kept if others not in ("track", "around") else ():
+        hook.remove()
+    ours = [*loop.optimizer._optimizer_step_post_hooks, *loop.optimizer._optimizer_step_pre_hooks]
+    assert len(ours) == (4 if others == "around" else 0)
+
+
+@pytest.mark.once
+def test_undone_while_the_measure_goes():
+    loop = Loop()
+    fitted = loop.fit("checkpoint by block", verbose=False)
+    handle = loop.optimizer.register_step_post_hook(lambda *_: None)
+    loop.run(7)
+    fitted.undo()
+    handle.remove()
+    assert_unchanged(loop)
+    assert not loop.optimizer._optimizer_step_pre_hooks
+    loop.run(2)
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("verbose", [True, False])
 def test_the_time_of_the_first_steps_is_told(capsys, verbose):
     loop = Loop()
