@@ -45,14 +45,16 @@ def run(step: list[Callable[[], None]], calls: int) -> float:
     # torch makes a Python object while it has its generator locked. Where that collects garbage,
     # whose callbacks let another thread run that wants the generator, both wait for ever.
     gc.disable()
-    for thread in threads:
-        thread.start()
-    start.wait()
-    begin = time.perf_counter()
-    for thread in threads:
-        thread.join()
-    taken = time.perf_counter() - begin
-    gc.enable()
+    try:
+        for thread in threads:
+            thread.start()
+        start.wait()
+        begin = time.perf_counter()
+        for thread in threads:
+            thread.join()
+        taken = time.perf_counter() - begin
+    finally:
+        gc.enable()
     return taken / (calls * len(step))
 
 
