@@ -17,7 +17,7 @@ from ..elsewhere.gradients import nbytes_elsewhere
 from ..shared.modules import Modules, not_compiled
 from ..shared.tensors import plain_tensors
 from ..store.kept import SMALLEST
-from ..store.mapped import in_memory, nbytes_mapped
+from ..store.mapped import in_memory, is_mapped, nbytes_mapped
 from .events import CATEGORIES, GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from .tracker import Tracker
 
@@ -91,6 +91,7 @@ class Hooks:
         self._look_elsewhere(params)
         for optimizer in self._present_optimizers():
             self._label_states(optimizer, params)
+        self._look_at_states()
 
     def install(self) -> ExitStack:
         """Registers all hooks, or none if it raises; closing what is returned removes them."""
@@ -157,6 +158,7 @@ class Hooks:
             wrapper = watched()
             if wrapper is not None and wrapper is not stepped:
                 self._label_states(wrapper, params)
+            self._look_at_states()
             self._tracker.end_optimizer(last)
 
         stack.callback(hooked.register_step_pre_hook(before).remove)
@@ -186,16 +188,14 @@ class Hooks:
 
     def _label_states(self, optimizer: Optimizer, params: Numbered) -> None:
         names = {key: self._names.texts[number] + " " for key, (_, number) in params.items()}
-        states = [
-            (p, key, value)
-            for p, state in optimizer.state.items()
-            for key, value in (state.items() if isinstance(state, dict) else ())
-        ]
         self._label(
             OPTIMIZER_STATES,
-            [(v, self._names.number(f"{names.get(id(p), '')}{key}")) for p, key, v in states],
+            [
+                (value, self._names.number(f"{names.get(id(p), '')}{key}"))
+                for p, state in optimizer.state.items()
+                for key, value in (state.items() if isinstance(state, dict) else ())
+            ],
         )
-        self._note_elsewhere(OPTIMIZER_STATES, sum(_elsewhere(p, v) for p, _, v in states))
         number = self._names.number("buffer of states_on")
         buffers = [(buffer, number) for buffer in buffers_of(optimizer)]
         self._label(OPTIMIZER_STATES, buffers)
@@ -204,6 +204,18 @@ class Hooks:
         tensors = [param for param, _ in params.values()]
         self._note_elsewhere(PARAMETERS, nbytes_mapped(tensors))
         self._note_elsewhere(GRADIENTS, nbytes_elsewhere(tensors))
+
+    def _look_at_states(self) -> None:
+        """Of all optimizers together, each tensor once: one may wrap another."""
+        found = {
+            id(tensor): (tensor, param)
+            for optimizer in self._present_optimizers()
+            for each in (optimizer, with_step_hooks(optimizer))
+            for param, state in each.state.items()
+            for tensor in plain_tensors(state)
+        }
+        nbytes = sum(t.nbytes for t, param in found.values() if _is_elsewhere(t, param))
+        self._note_elsewhere(OPTIMIZER_STATES, nbytes)
 
     def _note_elsewhere(self, category: int, nbytes: int) -> None:
         if nbytes > self.elsewhere.get(CATEGORIES[category], 0):
@@ -218,12 +230,13 @@ class Hooks:
         self._tracker.label(tensors, category, names)
 
 
-def _elsewhere(param: Tensor, state: Any) -> int:
-    """Returns the bytes of a parameter's state that lie in a file or, of one on CUDA, in the host's
-    memory."""
-    tensors = plain_tensors(state)
-    far = (t for t in tensors if t.device.type != param.device.type and t.nbytes >= SMALLEST)
-    return nbytes_mapped(tensors) or sum(tensor.nbytes for tensor in far)
+def _is_elsewhere(state: Tensor, param: Any) -> bool:
+    """Whether it lies in a file or, of a parameter on CUDA, in the host's memory. Optimizers have
+    states under other keys than parameters, too."""
+    if is_mapped(state):
+        return True
+    is_far = isinstance(param, Tensor) and state.device.type != param.device.type
+    return is_far and state.nbytes >= SMALLEST
 
 
 def _owned(model: nn.Module | None, kind: str) -> Iterator[tuple[nn.Module, str, str]]:

@@ -70,6 +70,18 @@ def test_a_step_in_backward_has_no_gradients_elsewhere(tmp_path):
     assert t.most_elsewhere == {"optimizer": 2 * LARGE}
 
 
+def test_states_of_several_optimizers(tmp_path):
+    """Those of all together; and an optimizer may have states that are no parameter's."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    optimizers = [ms.AdamW(part.parameters(), states_on=tmp_path) for part in model]
+    optimizers[1].state["of all"] = {"average": torch.zeros(256, 256)}
+    with ms.memory.track(model, optimizers) as t:
+        model(torch.randn(8, 256)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert t.most_elsewhere == {"optimizer": ALL["optimizer"]}
+
+
 def test_since_the_peak_was_reset(tmp_path):
     model, optimizer, step = build(tmp_path, grads_on=True, states_on=True)
     with ms.memory.track(model, optimizer) as t:
