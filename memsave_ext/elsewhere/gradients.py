@@ -85,11 +85,11 @@ def any_elsewhere(params: Iterable[Tensor]) -> bool:
     return bool(GradientElsewhere.made) and any(_values_of(p.grad) for p in params)
 
 
-def nbytes_elsewhere(params: Iterable[Tensor]) -> int:
-    """Returns the bytes of the gradients in ``.grad`` that lie elsewhere."""
+def nbytes_elsewhere(grads: Iterable[Tensor]) -> int:
+    """Returns the bytes of those of the gradients that lie elsewhere."""
     if not GradientElsewhere.made:
         return 0
-    found = ((p.grad, _values_of(p.grad)) for p in params)
+    found = ((grad, _values_of(grad)) for grad in grads)
     return sum(local_tensor(g).nbytes for g, v in found if v is not None and v.here is None)
 
 

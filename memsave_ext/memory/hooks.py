@@ -182,9 +182,7 @@ class Hooks:
         return params
 
     def _label_gradients(self, params: Numbered) -> None:
-        leaves = ((p, number) for p, number in params.values() if p.is_leaf or p.retains_grad)
-        owned = [(p.grad, number) for p, number in leaves if p.grad is not None]
-        self._label(GRADIENTS, owned)
+        self._label(GRADIENTS, _gradients(params))
 
     def _label_states(self, optimizer: Optimizer, params: Numbered) -> None:
         names = {key: self._names.texts[number] + " " for key, (_, number) in params.items()}
@@ -201,9 +199,9 @@ class Hooks:
         self._label(OPTIMIZER_STATES, buffers)
 
     def _look_elsewhere(self, params: Numbered) -> None:
-        tensors = [param for param, _ in params.values()]
-        self._note_elsewhere(PARAMETERS, nbytes_mapped(tensors))
-        self._note_elsewhere(GRADIENTS, nbytes_elsewhere(tensors))
+        self._note_elsewhere(PARAMETERS, nbytes_mapped(param for param, _ in params.values()))
+        grads = (grad for grad, _ in _gradients(params))
+        self._note_elsewhere(GRADIENTS, nbytes_elsewhere(grads))
 
     def _look_at_states(self) -> None:
         """Of all optimizers together, each tensor once: one may wrap another."""
@@ -228,6 +226,12 @@ class Hooks:
             tensors += here
             names += [name] * len(here)
         self._tracker.label(tensors, category, names)
+
+
+def _gradients(params: Numbered) -> list[tuple[Tensor, int]]:
+    """Returns what is in ``.grad`` now, with its parameter's number."""
+    leaves = ((p, number) for p, number in params.values() if p.is_leaf or p.retains_grad)
+    return [(p.grad, number) for p, number in leaves if p.grad is not None]
 
 
 def _is_elsewhere(state: Tensor, param: Any) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 
 import memsave_ext as ms
 from memsave_ext import _native
+from memsave_ext.elsewhere.gradient import GradientElsewhere
 
 native_only = pytest.mark.skipif(
     not _native.available, reason="in pure Python one track runs at a time, on its thread"
@@ -21,8 +22,10 @@ native_only = pytest.mark.skipif(
 
 
 @pytest.mark.filterwarnings("error")
-def test_parameters_that_are_no_leaves():
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["", "gradients_elsewhere"])
+def test_parameters_that_are_no_leaves(elsewhere, monkeypatch):
     """As in replicas of DataParallel: their .grad is not asked for, of which torch would warn."""
+    monkeypatch.setattr(GradientElsewhere, "made", elsewhere)  # whether there ever was one
     model, base = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
     model._parameters["weight"] = base * 2
     optimizer = torch.optim.SGD([base, model.bias], lr=0.1)
