@@ -47,6 +47,7 @@ struct TraceCall {
   bool was_repeated = false;            // `temporary` was measured when it was recomputed
   const remat::Operator* op = nullptr;  // null in tests
   int32_t moment = 0;                   // of its end
+  int32_t module = -1;                  // number of the module that called it; -1 for none
 };
 
 // A moment is the end of a recorded operator in forward, or where a saved tensor is opened or

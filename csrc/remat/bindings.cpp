@@ -105,6 +105,11 @@ class Recorder {
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
+  void tell_modules(py::object model) {
+    modules_ = std::make_shared<Modules>(std::move(model));
+    block_->tell_modules(modules_);
+  }
+
   void open(std::optional<int64_t> bytes, bool retry) {
     auto hooks =
         std::make_unique<checkpoint::EngineHookGuard>(std::make_shared<BlockPacker>(block_));
@@ -143,8 +148,9 @@ class Recorder {
     resume();
     if (state_ == State::kOpen) close();
   }
-  void enter_module(int32_t number) { block_->enter_module(number); }
-  void leave_module() { block_->leave_module(); }
+  std::vector<std::string> modules() const {
+    return modules_ ? modules_->names() : std::vector<std::string>();
+  }
 
   void count(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gradients,
              int64_t missing) {
@@ -290,6 +296,7 @@ class Recorder {
   enum class State { kClosed, kOpen, kSuspended };
 
   const std::shared_ptr<Block> block_;
+  std::shared_ptr<Modules> modules_;                    // null without a model
   std::unique_ptr<checkpoint::EngineHookGuard> hooks_;  // null where it is not open
   State state_ = State::kClosed;
 };
@@ -540,8 +547,8 @@ void bind(py::module_& m) {
       .def("restart", &Recorder::restart)
       .def("suspend", &Recorder::suspend)
       .def("resume", &Recorder::resume)
-      .def("enter_module", &Recorder::enter_module)
-      .def("leave_module", &Recorder::leave_module)
+      .def("tell_modules", &Recorder::tell_modules)
+      .def("modules", &Recorder::modules)
       .def("figures", &Recorder::figures);
   m.def("remat_moving_plans", &moving_plans, py::arg("contents"), py::arg("calls"),
         py::arg("moments"), py::arg("forward"), py::arg("out"), py::arg("back"),

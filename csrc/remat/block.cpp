@@ -136,6 +136,7 @@ void Block::close() {
   if (outer_ != nullptr) at::reenableCallback(outer_->callback_);
   move_out();
   table_.clear();
+  modules_ = nullptr;
   if (!gives_way_) pending_.reset();
   if (step_) step_->left();
   let_go();
@@ -393,14 +394,6 @@ int64_t Block::give_way(c10::Device device, int64_t enough, Gives what) {
   return dropped.bytes;
 }
 
-void Block::enter_module(int32_t number) {
-  if (std::this_thread::get_id() == thread_) modules_.push_back(number);
-}
-
-void Block::leave_module() {
-  if (std::this_thread::get_id() == thread_ && modules_.size() > 1) modules_.pop_back();
-}
-
 Tally Block::tally() {
   Tally tally;
   {
@@ -577,7 +570,8 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   recording->call = std::allocate_shared<Call>(Pool<Call>());
   Call& call = *recording->call;
   call.op = &op;
-  call.module = modules_.back();
+  const bool is_known = step_ && step_->has_script();
+  call.module = is_known ? recording->began.module : running_module();
   // What is never recomputed needs no arguments recorded.
   recording->repeatable = op.is_repeatable && (!op.is_heavy || step_);
   if (recording->repeatable && (op.has_failed || is_in_library())) recording->repeatable = false;
@@ -650,6 +644,11 @@ bool Block::is_in_library() const {
   return std::any_of(running_.begin(), running_.end(), [](const Recording* recording) {
     return recording->call && recording->call->op->is_library;
   });
+}
+
+// Of the operator that runs. A step that goes by a script knows its modules from before.
+int32_t Block::running_module() const {
+  return modules_ && !(step_ && step_->has_script()) ? modules_->running() : kNoModule;
 }
 
 void Block::begin_proof(Recording& recording, c10::ArrayRef<const c10::IValue> inputs) {
@@ -861,7 +860,8 @@ bool Block::Recording::writes(const c10::StorageImpl* storage) const {
 
 std::shared_ptr<Content> Block::make_content(const at::Tensor& tensor, bool external) {
   auto content = std::allocate_shared<Content>(Pool<Content>(), tensor.storage(), external);
-  content->module = modules_.back();
+  const bool is_made = !running_.empty() && running_.back()->call;
+  content->module = is_made ? running_.back()->call->module : running_module();
   if (step_) content->alone = step_->alone();
   return content;
 }

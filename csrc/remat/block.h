@@ -18,6 +18,7 @@
 #include "remat/content.h"
 #include "remat/give_way.h"
 #include "remat/known.h"
+#include "remat/modules.h"
 #include "remat/move.h"
 #include "remat/policy.h"
 #include "remat/proof.h"
@@ -26,14 +27,15 @@
 
 namespace memsave_ext::remat {
 
-constexpr int32_t kNoModule = -1;
-
 class Block final : public Giver, public std::enable_shared_from_this<Block> {
  public:
   // `store`: where contents may be moved to, at most `most_moved` bytes; null: nowhere.
   explicit Block(Drops drops, const std::shared_ptr<store::Store>& store = nullptr,
                  int64_t most_moved = std::numeric_limits<int64_t>::max());
   explicit Block(Budget budget);
+
+  // Has what operators make told apart by the modules that call them. Called before open().
+  void tell_modules(std::shared_ptr<Modules> modules) { modules_ = std::move(modules); }
 
   // Records this thread's operators until close(). Blocks nest: only the innermost records.
   // `bytes`: the budget's, where they were not known before. `retry`: allocations that fail, here
@@ -78,10 +80,6 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
                                                          const std::vector<c10::IValue>& inputs);
 
   int64_t give_way(c10::Device device, int64_t enough, Gives what) override;
-
-  // Ignored on threads other than the block's own, which run replicas of a module.
-  void enter_module(int32_t number);
-  void leave_module();
 
   int64_t operators() const { return recorded_ + passed_; }
   int64_t passed() const { return passed_; }  // of these: were not recorded, as a script has it
@@ -128,6 +126,7 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
 
   std::unique_ptr<Recording> start(const Operator& op, c10::ArrayRef<const c10::IValue> inputs);
   bool is_in_library() const;
+  int32_t running_module() const;
   void begin_proof(Recording& recording, c10::ArrayRef<const c10::IValue> inputs);
   void end_proof(Recording& recording, const std::vector<c10::IValue>& outputs);
   std::unique_ptr<Recording> start_write(const Operator& op, const at::RecordFunction& function);
@@ -181,7 +180,7 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   std::vector<Recording*> scopes_;   // autograd.Functions that run, innermost last
   std::vector<Recording*> running_;  // recorded operators that run, innermost last
   std::thread::id thread_;
-  std::vector<int32_t> modules_{kNoModule};
+  std::shared_ptr<Modules> modules_;  // null where they are not told apart, and once it is closed
   Tally tally_;
   int64_t recorded_ = 0, passed_ = 0;
   RecursiveLock again_mutex_{LockOrder::kRecompute};

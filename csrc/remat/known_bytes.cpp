@@ -124,6 +124,7 @@ void stream(Stream& stream, Step& step) {
     stream(call.was_repeated);
     stream(call.op);
     stream(call.moment);
+    stream(call.module);
   });
   stream.list(trace.moments, [&](auto& moment) {
     stream(moment.now);

@@ -108,7 +108,8 @@ Step::Began Step::began(const Operator& op, c10::ArrayRef<const c10::IValue> inp
     const auto& operators = followed_->trace.operators;
     const plan::TraceOperator& known = operators[operators_ - 1];
     if (known.call < 0) return {known.key};
-    return {known.key, followed_->trace.calls[known.call].seconds};
+    const plan::TraceCall& call = followed_->trace.calls[known.call];
+    return {known.key, call.seconds, -1, call.module};
   }
   Began began{key_of(op, inputs)};
   const std::lock_guard<Lock> lock(mutex_);
@@ -286,6 +287,7 @@ int64_t Step::ended(Call* call, const Began& began, std::unique_ptr<DeviceTime> 
   if (call != nullptr) {
     plan::TraceCall& traced = trace_.calls.emplace_back();
     traced.op = call->op;
+    traced.module = call->module;
     traced.moment = static_cast<int32_t>(trace_.moments.size());
     const auto number = static_cast<int32_t>(trace_.calls.size()) - 1;
     if (static_cast<size_t>(began.position) < trace_.operators.size()) {

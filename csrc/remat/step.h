@@ -65,6 +65,7 @@ class Step {
     uint64_t key = 0;               // a hash of the operator and the shapes of its arguments
     std::optional<double> seconds;  // that it takes, where the step that is followed knows
     int32_t position = -1;          // among the operators of the trace
+    int32_t module = -1;            // that calls it, with a script
   };
   Began began(const Operator& op, c10::ArrayRef<const c10::IValue> inputs);
   // Whether it goes by a script, in which began() and ended() are called for operators alone that

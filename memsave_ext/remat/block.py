@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..fakes.mode import predicts
 from ..shared.budgets import Budget
-from ..shared.modules import Modules
+from ..shared.modules import without_compiler
 from ..shared.table import Text, as_text, format_bytes, format_seconds
 from .ahead import SECONDS, ahead_of
 from .budget import (
@@ -70,8 +70,8 @@ class remat:  # noqa: N801, a context manager is used like a function
     backward, by any thread; inputs do not. On CUDA: all that the caching allocator has given out.
 
     Args:
-        model: :meth:`report` shows its modules separately. Their calls are watched only inside the
-            block, for less than 10 microseconds a module; a compiled module is one.
+        model: :meth:`report` shows its modules separately. Which one runs is seen from outside:
+            nothing is put into them.
         budget: the most bytes that the step may need: an int; text with a unit, such as "8GB" (1e9
             bytes each) or "512MiB" (2**20 each); "80%", of what the process may have of the
             device's memory; "auto", what is free of it; or a float above 0 and at most 1:
@@ -177,11 +177,13 @@ class remat:  # noqa: N801, a context manager is used like a function
         device = device_of(counted)
         if offload is not None:
             check_offload(offload, offload_limit, True, device)  # the model may have been moved
-        self._modules = Modules(model, with_layers=False)
+        self._model = model
         self._recorder = make_recorder(
             everything, budget, strict, device, store_of(offload, device),
             most_moved(offload_limit),
         )  # fmt: skip
+        if model is not None:
+            self._recorder.tell_modules(model)
         self._within = None if isinstance(self._recorder, NoRecorder) else budget
         self._pure = pure
         self._before: LivedBefore | None = None
@@ -201,7 +203,9 @@ class remat:  # noqa: N801, a context manager is used like a function
             bytes_now = bytes_of_device("remat", within, self._device)
         self._hooks = stack = ExitStack()
         try:
-            self._watch(stack)
+            recorded = not isinstance(self._recorder, NoRecorder)
+            if recorded and (telling := tell(self._pure)):
+                stack.enter_context(telling)
             self._recorder.open(bytes_now, self._retry)
             if self._before is not None:
                 self._before.install(stack)
@@ -318,7 +322,7 @@ class remat:  # noqa: N801, a context manager is used like a function
 
     def figures(self) -> RematFigures:
         """Returns what has been kept, dropped and recomputed until now."""
-        return make_figures(self._recorder.figures(), self._modules.names)
+        return make_figures(self._recorder.figures(), self._names())
 
     def report(self, *, top: int = 10, file: TextIO | None = None) -> Text:
         """Returns the figures as tables by module and by operator, and why the rest is kept.
@@ -346,7 +350,7 @@ class remat:  # noqa: N801, a context manager is used like a function
                 )
             if "moves" in figures:
                 write_moves(figures["moves"], text)
-            write_report(make_figures(figures, self._modules.names), top, text)
+            write_report(make_figures(figures, self._names()), top, text)
 
         return as_text(write, file)
 
@@ -394,15 +398,14 @@ class remat:  # noqa: N801, a context manager is used like a function
         figures, limit = recorder.budget(), self._limit(recorder)
         if limit is None or figures["budget"] >= figures["least"]:
             return
-        write_limit(limit, self._modules.names, self._device.type == "cuda", top, text)
+        write_limit(limit, self._names(), self._device.type == "cuda", top, text)
 
-    def _watch(self, stack: ExitStack) -> None:
-        recorder = self._recorder
-        if not isinstance(recorder, NoRecorder):
-            if self._modules.parents:
-                self._modules.watch(stack, recorder.enter_module, recorder.leave_module)
-            if telling := tell(self._pure):
-                stack.enter_context(telling)
+    def _names(self) -> list[str]:
+        """By number; see :meth:`Recorder.modules`."""
+        names = self._recorder.modules()
+        if self._model is not None and names:
+            names[0] = type(without_compiler(self._model)).__name__
+        return names
 
 
 def _describe(in_forward: bool | None, operator: str, measured: int, foreseen: int) -> str:

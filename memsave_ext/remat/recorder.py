@@ -40,13 +40,12 @@ class Recorder(Protocol):
     def resume(self) -> None:
         """Ends suspend(); does nothing where an interrupt came before that."""
 
-    def enter_module(self, number: int) -> None:
-        """Notes that the module's forward begins.
+    def tell_modules(self, model: nn.Module) -> None:
+        """Has figures tell the model's modules apart. Called before it is opened."""
 
-        Ignored in other threads, where replicas of a module run its hooks.
-        """
-
-    def leave_module(self) -> None: ...
+    def modules(self) -> list[str]:
+        """Returns the names of the model's modules by number, as of named_modules(); none without
+        a model."""
 
     def count(self, tensors: list[Tensor], gradients: list[Tensor], missing: int) -> None:
         """Within a budget: counts memory from before, and bytes of gradients yet to be made."""
@@ -142,9 +141,10 @@ class NoRecorder:
 
     def undo_open(self) -> None: ...
 
-    def enter_module(self, number: int) -> None: ...
+    def tell_modules(self, model: nn.Module) -> None: ...
 
-    def leave_module(self) -> None: ...
+    def modules(self) -> list[str]:
+        return []
 
     def figures(self) -> dict[str, Any]:
         return {"operators": 0, "given_back": (0, 0), "saved": [], "again": []}

@@ -64,29 +64,24 @@ class Modules:
     ``names``, ``parents`` and ``layers`` are indexed by that number. A parent is the number of the
     module that holds it, -1 for the model. All three are empty without a model. The modules are not
     kept alive.
-
-    ``with_layers``: without them ``layers`` is empty, and numbering takes half as long.
     """
 
-    def __init__(self, model: nn.Module | None, with_layers: bool = True) -> None:
+    def __init__(self, model: nn.Module | None) -> None:
         self.names: list[str] = []
         self.parents: list[int] = []
         self.layers: list[Layer] = []
-        self._with_layers = with_layers
         self._modules: list[weakref.ref[nn.Module]] = []
         if model is not None:
             self._add(model, "", -1, set())
             self.names[0] = type(without_compiler(model)).__name__
 
     def _add(self, module: nn.Module, name: str, parent: int, seen: set[nn.Module]) -> None:
-        # Blocks do this in every step: named_modules(), whose order this is, takes three times as
-        # long.
+        # In the order of named_modules(), which takes three times as long.
         seen.add(module)
         number = len(self.names)
         self.names.append(name)
         self.parents.append(parent)
-        if self._with_layers:
-            self.layers.append(Layer.of(module))
+        self.layers.append(Layer.of(module))
         self._modules.append(weakref.ref(module))
         for key, child in module._modules.items():
             if child is not None and child not in seen:
@@ -106,7 +101,6 @@ class Modules:
             before: what is called before each, with the module's number. Neither this nor what is
                 called after it may be a function that a compiler would take: see not_compiled().
         """
-        # Blocks do this in every step, and what is here for each module is most of what they take.
         left_out: set[int] = set()
         watched: list[tuple[_Calls, _Watch]] = []
         stack.callback(_forget, watched)

@@ -106,7 +106,7 @@ def test_gradients_are_those_that_backward_has_made_until_then():
 def test_rows_name_modules_and_operators():
     model, loss = build()
     found = limit(block := train(model, loss))
-    names = {(block._modules.names[module], operator) for _, module, operator, _ in found.rows}
+    names = {(block._names()[module], operator) for _, module, operator, _ in found.rows}
     assert names and names <= {
         *(("Mlp", "aten::gelu"), ("last", "aten::addmm")),
         *((f"layers.{i}", "aten::addmm") for i in range(6)),
