@@ -54,6 +54,8 @@ from tables.cuda import (
 from tables.index import index, missed
 from tables.loss_head import kl_caption, kl_table, loss_head_caption, loss_head_table
 from tables.offload import (
+    elsewhere_caption,
+    elsewhere_table,
     offload_caption,
     offload_table,
     simulated_caption,
@@ -109,6 +111,7 @@ TABLES: dict[str, Pair] = {
     "remat:picture": (lambda record: "", remat_picture_caption),
     "remat_instructions": (instructions_table, instructions_caption),
     "remat_budgets": (budgets_table, budgets_caption),
+    "elsewhere": (elsewhere_table, elsewhere_caption),
     "remat_offload": (offload_table, offload_caption),
     "remat_offload_simulated": (simulated_table, simulated_caption),
     "largest_model": (largest_model_table, largest_model_caption),

@@ -12,7 +12,6 @@ time that recomputing and waiting would add to a step; no card has run it.
 """
 
 import argparse
-import contextlib
 import copy
 import functools
 import itertools
@@ -23,22 +22,19 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils._pytree import tree_iter
 
 import memsave_ext as ms
+from cards import BUS_REACHED, CARDS, FLOPS_REACHED, MEMORY_REACHED, Card, timed_as
 from common import ROOT, Rows, interleave, machine, median_and_spread, write_record
 from memsave_ext.dry_run.child import writing_files
-from memsave_ext.fakes import costs, repeats, storages
-from memsave_ext.fakes.kernels import nbytes
 from remat import BLOCKS, PLAIN, activations, checkpointed, forward
 from remat_models import Case, Transformer, cases
 
@@ -219,54 +215,7 @@ def lines_of(measured: dict[str, Any]) -> str:
 
 # What is simulated.
 
-
-@dataclass(frozen=True)
-class Card:
-    """What a card's maker says of it, dense products in bfloat16, and of its bus, each way."""
-
-    name: str
-    flops: float  # per second
-    memory: float  # bytes per second
-    bus: float  # bytes per second, each way
-    source: str
-
-
-CARDS = (
-    Card("H200", 989e12, 4.8e12, 64e9, "NVIDIA H200 datasheet: SXM; PCIe 5.0 x16"),
-    Card("A100", 312e12, 2.039e12, 32e9, "NVIDIA A100 datasheet: 80 GB SXM; PCIe 4.0 x16"),
-    Card(
-        "4090",
-        165.2e12,
-        1.008e12,
-        32e9,
-        "NVIDIA Ada GPU architecture, table of RTX 4090; PCIe 4.0 x16",
-    ),
-)
-# Of these figures so much is reached in practice.
-FLOPS_REACHED, MEMORY_REACHED, BUS_REACHED = 0.4, 0.8, 0.85
-_LAUNCH = 5e-6  # seconds of a kernel that does nothing, with the dispatcher's
 _BACKWARD = 2  # forwards that a backward takes, as the planner has it
-
-
-def seconds_on(card: Card, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """How long an operator would run there: what takes longer, its arithmetic or its memory."""
-    tensors = {id(t): t for t in tree_iter((args, result)) if isinstance(t, Tensor)}
-    seconds = sum(map(nbytes, tensors.values())) / (MEMORY_REACHED * card.memory)
-    formula = costs._FORMULAS.get(getattr(func, "_overloadpacket", None))
-    if formula is not None:
-        with contextlib.suppress(TypeError, ValueError, AssertionError, RuntimeError):
-            flops = formula(*args, **kwargs, out_val=result)
-            seconds = max(seconds, flops / (FLOPS_REACHED * card.flops))
-    return _LAUNCH + seconds
-
-
-@contextlib.contextmanager
-def timed_as(card: Card) -> Iterator[None]:
-    timed = functools.partial(seconds_on, card)
-    # What is remembered of calls has the times of another card.
-    forgotten = mock.patch.dict(repeats._of_process, clear=True)
-    with forgotten, mock.patch.object(storages, "operator_seconds", timed):
-        yield
 
 
 def traced(card: Card, width: int, layers: int, tokens: int) -> tuple[Any, int, int]:

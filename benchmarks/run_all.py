@@ -37,6 +37,7 @@ SECONDS = {
     "remat_instructions": 45,
     "remat_budgets": 115,
     "remat_offload": 120,
+    "elsewhere": 30,
     "predict": 75,
     "linear_cross_entropy": 35,
     "linear_kl": 20,

@@ -1,4 +1,4 @@
-"""The tables of the benchmark of remat's offload: what was measured, and what was simulated."""
+"""The tables of what is moved elsewhere: measured, and simulated."""
 
 from tables import Record, machine_line, markdown
 
@@ -65,11 +65,6 @@ def simulated_table(record: Record) -> str:
 def simulated_caption(record: Record) -> str:
     settings = record["settings"]
     flops, memory, bus = record["reached"]
-    cards = "; ".join(
-        f"{card['name']}: {card['flops'] / 1e12:.0f} TFLOP/s, {card['memory'] / 1e12:.1f} TB/s, "
-        f"{card['bus'] / 1e9:.0f} GB/s each way ({card['source']})"
-        for card in record["cards"]
-    )
     return (
         "A simulation: no card has run it. Time that recomputing and waiting for copies adds to a "
         f"step of {settings['layers']} blocks of a GPT in bfloat16 on {settings['tokens']} tokens, "
@@ -77,5 +72,53 @@ def simulated_caption(record: Record) -> str:
         "alone, moving alone and both; -: that does not go so far. Operators on fake tensors take "
         f"{flops} of the arithmetic or {memory} of the memory's rate that the maker names, what is "
         f"longer, and 5 µs; copies take {bus} of the bus's rate each way; a backward takes two "
-        f"forwards. {cards}. Planned by the planner that remat runs with."
+        f"forwards. {_cards(record)}. Planned by the planner that remat runs with."
+    )
+
+
+def elsewhere_table(record: Record) -> str:
+    """Cards, models and formats of states down."""
+    rows = []
+    for row in record["rows"]:
+        rows.append(
+            (
+                row["card"],
+                row["model"],
+                row["states"],
+                f"{row['host_bytes'] / 2**30:.0f} GiB",
+                f"{row['arithmetic']:.1f} s",
+                f"{row['step']:.1f} s",
+                str(row["sequences"]),
+                f"{row['saved_bytes'] / 2**30:.1f} GiB",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['flops'] / 1e12:.0f} TFLOP/s",
+            )
+        )
+    columns = (
+        "card", "Llama of", "states", "in the host's memory", "one sequence: arithmetic", "step",
+        "copies hidden from", "a block saves then", "tokens/s", "",
+    )  # fmt: skip
+    return markdown(columns, rows)
+
+
+def elsewhere_caption(record: Record) -> str:
+    flops, memory, bus = record["reached"]
+    return (
+        "A simulation: no card has run it. Training steps of Llamas in bfloat16 on sequences of "
+        f'{record["settings"]["tokens"]} tokens, with `weights_on(model, "cpu")`, Adam in '
+        'backward with `states_on="cpu"`, and a checkpoint around each block whose input is moved. '
+        "*Copies hidden from*: so many sequences in a step, with which it takes at most 5 % more "
+        "than its arithmetic; what follows is with these. TFLOP/s: six for each parameter and "
+        f"token. Operators on fake tensors take {flops} of the arithmetic or {memory} of the "
+        "memory's rate that the maker names, what is longer, and 5 µs; copies take "
+        f"{bus} of the bus's rate each way; a block takes as long as the longest of its "
+        f"arithmetic and its copies in and out. {_cards(record)}."
+    )
+
+
+def _cards(record: Record) -> str:
+    return "; ".join(
+        f"{card['name']}: {card['flops'] / 1e12:.0f} TFLOP/s, {card['memory'] / 1e12:.1f} TB/s, "
+        f"{card['bus'] / 1e9:.0f} GB/s each way ({card['source']})"
+        for card in record["cards"]
     )

@@ -1,5 +1,6 @@
 """The benchmarks at toy size: their models, their checks, their files."""
 
+import dataclasses
 import gc
 import importlib
 import itertools
@@ -568,6 +569,34 @@ def test_remat_offload_end_to_end(tmp_path):
         assert row["both"] is not None and row["both"] <= 1.2 * min(told, default=9) + 0.01
     assert "no card has run it" in readme_tables.TABLES["remat_offload_simulated"][1](record)
     assert importlib.import_module("drawings").DRAWINGS["remat_offload_simulated"](record)
+
+
+def test_elsewhere_end_to_end(tmp_path):
+    benchmark = importlib.import_module("elsewhere")
+    assert benchmark.main(["--quick", "--tokens", "256", "--save", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("elsewhere-*.json")
+    (record,) = json.loads(path.read_text())
+    table, caption = readme_tables.TABLES["elsewhere"]
+    assert len(table(record).splitlines()) == 2 + len(record["rows"]) == 2 + 3 * 2
+    assert "no card has run it" in caption(record)
+    for row in record["rows"]:
+        assert 0 < row["arithmetic"] < row["step"] and row["sequences"] >= 1
+
+
+def test_a_step_with_weights_elsewhere_by_hand():
+    """Two blocks and the rest, in seconds that are easy to add."""
+    benchmark = importlib.import_module("elsewhere")
+    bytes_per_second = 100 / benchmark.BUS_REACHED
+    card = dataclasses.replace(benchmark.CARDS[0], bus=bytes_per_second)
+    shape = dataclasses.replace(benchmark.SHAPES["Llama tiny"], depth=2, width=1)
+    block, rest = benchmark.Part(100, 30.0, 0), benchmark.Part(0, 3.0, 0)
+    # Blocks: 10 s and 200 bytes (and 2 of the input) forward, 30 s and 302 or 1102 backward.
+    arithmetic, step = benchmark.seconds_of(card, shape, block, rest, 1, 1, 1)
+    assert arithmetic == pytest.approx(2 * (10 + 30) + 1 + 3)
+    assert step == pytest.approx(arithmetic + 2)  # the first weights
+    block = benchmark.Part(1000, 30.0, 0)
+    arithmetic, step = benchmark.seconds_of(card, shape, block, rest, 2, 1, 1)
+    assert step == pytest.approx(arithmetic + 20 + 2 * (20.02 - 10) + 2 * (40.02 - 30))
 
 
 def test_what_remat_budgets_counts_is_what_torch_allocates():
