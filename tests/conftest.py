@@ -16,13 +16,6 @@ from memsave_ext import _native
 settings.register_profile("memsave_ext", deadline=None)
 settings.load_profile("memsave_ext")
 
-LONGEST = {
-    "test_stress.py", "test_fit_zoo.py", "test_fits.py", "test_fit.py", "test_guide.py",
-    "test_user_code.py", "test_budget_ahead.py", "test_benchmarks_training.py",
-    "test_benchmarks.py", "test_distributed_example.py", "test_trained_ranks.py",
-    "test_fit_trainers.py", "test_quantized.py", "test_gradients.py", "test_predict_offload.py",
-}  # fmt: skip
-
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -73,7 +66,8 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=list({*items} - {*kept}))
         items[:] = kept
     # The longest files first: at the end one worker would have one, and nothing be left for others.
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    begins = {turns.TESTS / name: place for place, name in enumerate(turns.LONGEST)}
+    items.sort(key=lambda item: begins.get(item.path, len(begins)))
 
 
 @pytest.hookimpl(tryfirst=True)
