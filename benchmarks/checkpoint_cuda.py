@@ -15,9 +15,9 @@ Methods take turns; medians.
 """
 
 import argparse
+import functools
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import memsave_ext as ms
-from common import ROOT, balanced_order, bar, machine, write_record
+from common import ROOT, balanced_order, bar, machine, seconds_together, write_record
 from models import LABELS, DenseNet, norm_of
 
 ENGINE_HOOKS = "memsave_ext_checkpoint, engine hooks"
@@ -116,33 +116,16 @@ def overhead(batch: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def together(jobs: list[Job], steps: int, device: str) -> float:
     """Seconds that each of ``steps`` steps of all of them takes, a thread for each."""
-    start = threading.Barrier(len(jobs) + 1)
-    errors: list[BaseException] = []
 
     def work(job: Job) -> None:
-        try:
-            stream = torch.cuda.Stream() if device.startswith("cuda") else None
-            start.wait()
-            with torch.cuda.stream(stream):
-                for _ in range(steps):
-                    job.step()
-            if stream is not None:
-                stream.synchronize()
-        except BaseException as error:
-            errors.append(error)
-            start.abort()
+        stream = torch.cuda.Stream() if device.startswith("cuda") else None
+        with torch.cuda.stream(stream):
+            for _ in range(steps):
+                job.step()
+        if stream is not None:
+            stream.synchronize()
 
-    threads = [threading.Thread(target=work, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    start.wait()
-    begin = time.perf_counter()
-    for thread in threads:
-        thread.join()
-    taken = time.perf_counter() - begin
-    if errors:
-        raise errors[0]
-    return taken / steps
+    return seconds_together([functools.partial(work, job) for job in jobs]) / steps
 
 
 def replicas(batch: int, options: argparse.Namespace) -> list[dict[str, Any]]:

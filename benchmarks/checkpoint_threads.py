@@ -8,9 +8,7 @@ the figure is the time per region and thread, flat where threads do not disturb 
 """
 
 import argparse
-import gc
-import threading
-import time
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from common import (
     bar,
     machine,
     median_and_spread,
+    seconds_together,
     show_left_out,
     write_record,
 )
@@ -34,27 +33,12 @@ PEERS = ("plain", TORCH, REENTRANT, FAIRSCALE, CHECKPOINT, ENGINE_HOOKS, EXPLICI
 
 def run(step: list[Callable[[], None]], calls: int) -> float:
     """Seconds per step and thread, with one thread per entry of ``step``."""
-    start = threading.Barrier(len(step) + 1)
 
     def work(mine: Callable[[], None]) -> None:
-        start.wait()
         for _ in range(calls):
             mine()
 
-    threads = [threading.Thread(target=work, args=(mine,)) for mine in step]
-    # torch makes a Python object while it has its generator locked. Where that collects garbage,
-    # whose callbacks let another thread run that wants the generator, both wait for ever.
-    gc.disable()
-    try:
-        for thread in threads:
-            thread.start()
-        start.wait()
-        begin = time.perf_counter()
-        for thread in threads:
-            thread.join()
-        taken = time.perf_counter() - begin
-    finally:
-        gc.enable()
+    taken = seconds_together([functools.partial(work, mine) for mine in step])
     return taken / (calls * len(step))
 
 

@@ -1,6 +1,7 @@
 """What the benchmarks share: the machine, result files, fair timing, summaries."""
 
 import datetime
+import gc
 import json
 import os
 import platform
@@ -8,6 +9,7 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -243,6 +245,38 @@ def interleave(
             if round_ >= warmup:
                 seconds[name].append(taken)
     return seconds
+
+
+def seconds_together(jobs: Sequence[Callable[[], object]]) -> float:
+    """Seconds from when all of them begin, each in a thread of its own, until all are done. Raises
+    what the first of them raises."""
+    start = threading.Barrier(len(jobs) + 1)
+    errors: list[BaseException] = []
+
+    def work(job: Callable[[], object]) -> None:
+        start.wait()
+        try:
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(job,)) for job in jobs]
+    # torch makes a Python object while it has its generator locked. Where that collects garbage,
+    # whose callbacks let another thread run that wants the generator, both wait for ever.
+    gc.disable()
+    try:
+        for thread in threads:
+            thread.start()
+        start.wait()
+        begin = time.perf_counter()
+        for thread in threads:
+            thread.join()
+        taken = time.perf_counter() - begin
+    finally:
+        gc.enable()
+    if errors:
+        raise errors[0]
+    return taken
 
 
 def bar(rounds: Iterable[int], show: bool = True) -> Any:

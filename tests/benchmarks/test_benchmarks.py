@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import sys
+import threading
 import types
 import weakref
 from collections import Counter
@@ -189,6 +190,15 @@ def test_wrong_option_is_named(densenet, capsys, wrong):
 
 
 # what the benchmarks share
+
+
+def test_seconds_together():
+    """Jobs begin together; what one raises is raised once all are done."""
+    both, done = threading.Barrier(2), []
+    assert common.seconds_together([lambda: both.wait(10), lambda: both.wait(10)]) < 10
+    with pytest.raises(ZeroDivisionError):
+        common.seconds_together([lambda: 1 / 0, lambda: done.append(1)])
+    assert done and gc.isenabled()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
