@@ -57,11 +57,12 @@ class Ahead:
         forward: Forward,
         pure: tuple[type[Function], ...] = (),
         seconds: float = SECONDS,
+        told: nn.Module | None = None,
     ) -> str | None:
         """Plans a step with such arguments, unless one is known. Returns why it cannot.
 
         ``pure``: Functions that are declared to be. ``seconds``: how long it may run, besides what
-        its parameters take.
+        its parameters take. ``told``: the model whose modules reports tell apart.
         """
         native: Any = _parts.native("remat")
         signature = _signature(module, args, kwargs, device)
@@ -77,7 +78,7 @@ class Ahead:
                         if isinstance(step, int) and native.remat_knows(device, step)
                     }
                 with tell(pure) or nullcontext():
-                    known = _run(module, args, kwargs, device, forward, seconds)
+                    known = _run(module, args, kwargs, device, forward, seconds, told)
                 self._steps[signature] = known
         return known if isinstance(known, str) else None
 
@@ -152,6 +153,7 @@ def _run(
     device: torch.device,
     forward: Forward,
     seconds: float,
+    told: nn.Module | None,
 ) -> int | str:
     """Runs a step on fake tensors, and lets the native part plan it.
 
@@ -167,7 +169,7 @@ def _run(
     values = values_elsewhere((args, kwargs))
 
     def run() -> tuple[bytes | None, Learned]:
-        return _step_on_fakes(module, args, kwargs, device, forward, values, collectives)
+        return _step_on_fakes(module, args, kwargs, device, forward, values, collectives, told)
 
     try:
         parameters = sum(1 for _ in module.parameters())
@@ -192,13 +194,17 @@ def _step_on_fakes(
     forward: Forward,
     values: list[tuple[Tensor, Any]],
     collectives: Any,
+    told: nn.Module | None,
 ) -> tuple[bytes | None, Learned]:
     """In a child: runs a step that keeps everything, as a block records it, and returns what the
     native part knows of it then, and what was learned of operators."""
     native: Any = _parts.native("remat")
-    told = native.RematFakes(fake_of, lambda _: None, False)
+    fakes = native.RematFakes(fake_of, lambda _: None, False)
     storages = Storages(
-        told.allocated, told.freed, lambda seconds, _: told.ran(seconds), torch.device(device.type)
+        fakes.allocated,
+        fakes.freed,
+        lambda seconds, _: fakes.ran(seconds),
+        torch.device(device.type),
     )
     if collectives is not None:
         collectives.stay()
@@ -211,8 +217,10 @@ def _step_on_fakes(
         for param, owner in owners:
             if owner is not None and param.grad is None:
                 _step_in_backward(param, owner, device)
-        told.enter()
+        fakes.enter()
         recorder = make_recorder(False, Budget(2**62, 2**62), False, torch.device("cpu"))
+        if told is not None:
+            recorder.tell_modules(told)
         with ExitStack() as stack:
             stack.callback(recorder.undo_open)
             recorder.open()
@@ -223,7 +231,7 @@ def _step_on_fakes(
             output = fsdp_state()._post_forward(module, args, output)
         _backward_of(output)
         del output
-    return told.take_step(), storages.repeats.learned()
+    return fakes.take_step(), storages.repeats.learned()
 
 
 def _step_in_backward(param: Tensor, owner: Any, device: torch.device) -> None:

@@ -264,8 +264,8 @@ class remat:  # noqa: N801, a context manager is used like a function
             self._measured = _NOT_AHEAD
             return
         seconds = SECONDS if self._ahead is True else self._ahead
-        plan = ahead_of(known_as).plan
-        why_not = plan(module, args, kwargs, self._device, forward, self._pure, seconds)
+        plan, pure, told = ahead_of(known_as).plan, self._pure, self._model
+        why_not = plan(module, args, kwargs, self._device, forward, pure, seconds, told)
         self._measured = why_not or ""
 
     def __exit__(

@@ -103,9 +103,11 @@ def test_gradients_are_those_that_backward_has_made_until_then():
     assert last <= found.gradients <= sum(p.nbytes for p in model.parameters())
 
 
-def test_rows_name_modules_and_operators():
+@pytest.mark.parametrize("steps", [1, 3], ids=["planned_ahead", "measured"])
+def test_rows_name_modules_and_operators(steps):
     model, loss = build()
-    found = limit(block := train(model, loss))
+    found = limit(block := train(model, loss, steps=steps))
+    assert block.budget is not None  # it has a plan
     names = {(block._names()[module], operator) for _, module, operator, _ in found.rows}
     assert names and names <= {
         *(("Mlp", "aten::gelu"), ("last", "aten::addmm")),
