@@ -28,7 +28,7 @@ TESTS = {
     "adam": "adam adam_in_backward adam_hooks adam_modes adam_rounding adam_states adam_clipping "
     "adam_loss_scaling adam_op states_on_folder",
     "loss_head": "loss loss_autograd",
-    "remat": "remat remat_backward remat_blocks remat_repeated budget script offload",
+    "remat": "remat remat_backward remat_blocks remat_modules remat_repeated budget script offload",
     "memory": "memory memory_account",
     "dry_run": "child tensors",
     "store": "store_file",

@@ -143,8 +143,6 @@ class remat:  # noqa: N801, a context manager is used like a function
         within = check_arguments(budget, optimizer, strict, retry)
         check_ahead(ahead)
         functions = check_pure("remat", pure)
-        has_budget = within is not None or bool(_everything)
-        offload = check_offload(offload, offload_limit, has_budget, device_of(model))
         self._prepare(
             model, model, within, optimizer, strict, retry, offload, offload_limit, ahead,
             functions, _everything,
@@ -175,8 +173,8 @@ class remat:  # noqa: N801, a context manager is used like a function
     ) -> None:
         """``counted``: the model whose memory counts, also where reports do not show it."""
         device = device_of(counted)
-        if offload is not None:
-            check_offload(offload, offload_limit, True, device)  # the model may have been moved
+        has_budget = budget is not None or bool(everything)
+        offload = check_offload(offload, offload_limit, has_budget, device)
         self._model = model
         self._recorder = make_recorder(
             everything, budget, strict, device, store_of(offload, device),
