@@ -332,10 +332,11 @@ std::optional<py::bytes> take_step(const Fakes& fakes) {
   return py::bytes(to_bytes(*step));
 }
 
-// Lets the device's steps begin with a plan for that step. Returns the hash of its operators, by
+// Lets the device's steps begin with a plan for that step of a model. Returns the hash of its operators, by
 // which remat_knows() finds it.
-uint64_t expect(const at::Device& device, const std::string& bytes) {
+uint64_t expect(const at::Device& device, const std::string& bytes, int64_t model) {
   auto step = known_from_bytes(bytes);
+  step->models = {model};
   const uint64_t last_key = step->keys.back();
   known_steps(device)->expect(std::move(step));
   return last_key;
@@ -459,7 +460,7 @@ void bind(py::module_& m) {
   m.def("remat_knows", [](const at::Device& device, uint64_t last_key) {
     return known_steps(device)->knows(last_key);
   });
-  m.def("remat_expect", &expect, py::arg("device"), py::arg("step"));
+  m.def("remat_expect", &expect, py::arg("device"), py::arg("step"), py::arg("model"));
   m.def("remat_is_predicted", [] { return Fakes::current() != nullptr; });
   m.def("remat_is_predicted_for_cuda", [] {
     return Fakes::current() != nullptr && Fakes::current()->steps()->count.counts_all();

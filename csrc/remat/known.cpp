@@ -16,6 +16,7 @@ namespace {
 constexpr size_t kMostSteps = 1024;
 constexpr int64_t kAboutEqual = 500;  // bytes that differ by a five-hundredth are about the same
 constexpr int64_t kMostBytes = int64_t{256} << 20;  // of the host, for all of them
+constexpr size_t kMostModels = 8;  // of each step
 constexpr int kMostEnds = 4;  // known of steps that are the same until their last decision
 
 // About how much of the host's memory it takes.
@@ -133,7 +134,6 @@ bool Known::read_times() {
 }
 
 void Known::prove(const std::vector<plan::Decision>& decisions, int64_t model) {
-  constexpr size_t kMostModels = 8;
   scripts_after = std::max(scripts_after - 1, 0);
   if (!proven || proven->decisions != decisions) {
     proven = {decisions, {}};
@@ -150,6 +150,29 @@ bool Known::is_proven(const std::vector<plan::Decision>& decisions, int64_t mode
   return std::find(proven->models.begin(), proven->models.end(), model) != proven->models.end();
 }
 
+bool Known::is_of(int64_t model) const {
+  return std::find(models.begin(), models.end(), model) != models.end();
+}
+
+void Known::note_models(const std::vector<int64_t>& more) {
+  for (const int64_t model : more) {
+    if (is_of(model)) continue;
+    if (models.size() == kMostModels) models.erase(models.begin());
+    models.push_back(model);
+  }
+}
+
+bool Known::leaves_like(const Known& other) const {
+  const auto left_by_backward = [](const plan::Trace& trace) {
+    int64_t bytes = 0;
+    for (const auto& [moment, left] : trace.left) bytes += moment >= trace.forward ? left : 0;
+    return bytes;
+  };
+  int64_t highest = 0;
+  for (const auto& moment : trace.moments) highest = std::max(highest, moment.peak);
+  return std::abs(left_by_backward(trace) - left_by_backward(other.trace)) <= highest / kAboutEqual;
+}
+
 bool Known::ends_like(const Known& other) const {
   const auto same_content = [](const plan::TraceContent& x, const plan::TraceContent& y) {
     return x.opened == y.opened && x.closed == y.closed;
@@ -157,7 +180,7 @@ bool Known::ends_like(const Known& other) const {
   const auto& a = trace.contents;
   const auto& b = other.trace.contents;
   return calls == other.calls && trace.moments.size() == other.trace.moments.size() &&
-         std::equal(a.begin(), a.end(), b.begin(), b.end(), same_content);
+         std::equal(a.begin(), a.end(), b.begin(), b.end(), same_content) && leaves_like(other);
 }
 
 bool Known::is_same_program(const Known& other) const {
@@ -275,6 +298,7 @@ void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
   if (same != steps_.end()) {
     std::shared_ptr<Known> old = std::move(*same);
     steps_.erase(same);
+    step->note_models(old->models);
     keep_what_must_be_kept(old->trace, step->trace);
     keep_temporary(old->trace, step->trace);
     const bool are_known = old->read_times();
@@ -285,6 +309,7 @@ void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
     if (same_program && (overlapped || step->proven || old->is_same_memory(*step))) {
       old->seen = step->seen;
       old->ended = step->ended;
+      old->note_models(step->models);
       if (step->proven) old->prove(step->proven->decisions, step->proven->models.back());
       step = std::move(old);
     } else {
@@ -312,7 +337,8 @@ void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
 }
 
 std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64_t before,
-                                        int64_t missing, int others, int least_seen, bool exact) {
+                                        int64_t missing, int others, int64_t model,
+                                        int least_seen, bool exact) {
   const std::lock_guard<Lock> lock(mutex_);
   settle();
   std::shared_ptr<Known>* place = nullptr;
@@ -321,9 +347,9 @@ std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64
     // Keys are hashes of everything until then, so that the last one speaks for all.
     if (step->keys.size() < keys.size() || step->keys[keys.size() - 1] != keys.back()) continue;
     const bool is_ready = !step->plans.empty() || step->read_times();
-    const int match = 16 * int(is_ready) + 8 * int(step->missing == missing) +
-                      4 * int(step->others == others) + 2 * int(step->is_as_of(before)) +
-                      int(!step->is_ahead);
+    const int match = 32 * int(is_ready) + 16 * int(step->missing == missing) +
+                      8 * int(step->others == others) + 4 * int(step->is_as_of(before)) +
+                      2 * int(step->is_of(model)) + int(!step->is_ahead);
     if (match < best) continue;
     best = match;
     place = &step;
@@ -374,7 +400,7 @@ void KnownSteps::expect(std::shared_ptr<Known> step) {
   // An equal model's step may have had its optimizer's states from its beginning, where this one
   // makes them in backward.
   const auto is_same = [&](const auto& other) {
-    return other->is_same(*step) && other->is_as_of(step->before);
+    return other->is_same(*step) && other->is_as_of(step->before) && other->leaves_like(*step);
   };
   if (latest_ && is_same(latest_)) return;
   if (std::any_of(steps_.begin(), steps_.end(), is_same)) return;

@@ -58,6 +58,7 @@ struct Known {
   bool plans_are_old = false;     // made for the memory of an earlier step of the same program
   int seen = 1;                   // how many steps like it have ended
   bool told = false;              // whether a user was told that the budget is too small
+  std::vector<int64_t> models;    // whose steps it was, by number; see Step::of_model()
   std::vector<Verdict> verdicts;  // by content: what was decided; of those that were not, any
   // A plan by which whole steps have gone, with the peak that was planned, and within the budget
   // where the plan is: its decisions, and the models that these were of, by number. A step of
@@ -89,8 +90,12 @@ struct Known {
   void prove(const std::vector<plan::Decision>& decisions, int64_t model);
   bool is_proven(const std::vector<plan::Decision>& decisions, int64_t model) const;
   // Whether the other one, of the same decisions, has the same operators after the last of them,
-  // and a backward that reads the same.
+  // and a backward that reads the same and leaves as many gradients.
   bool ends_like(const Known& other) const;
+  // Whether backward leaves about as much, which it does not where an optimizer steps in it.
+  bool leaves_like(const Known& other) const;
+  bool is_of(int64_t model) const;
+  void note_models(const std::vector<int64_t>& more);
   // Whether the other one has the same operators and contents, and whether as much memory, too.
   bool is_same_program(const Known& other) const;
   bool is_same_memory(const Known& other) const;
@@ -124,11 +129,12 @@ class KnownSteps {
   // Returns a step with these keys at its beginning, with its plans; null if none. Where there are
   // several, as of models that begin alike, it is one that can be planned now, of these one with as
   // many bytes of gradients `missing`, if there is one, of these one with as many `others`, of
-  // these one that did not run ahead, of these one before which about as much lived as `before`,
-  // and of these the latest. It must have been seen `least_seen` times, and its times must be
-  // known. `exact`: plans that were made for other memory are made again.
+  // these one before which about as much lived as `before`, of these one that was this model's, of
+  // these one that did not run ahead, and of these the latest. It must have been seen `least_seen`
+  // times, and its times must be known. `exact`: plans that were made for other memory are made
+  // again.
   std::shared_ptr<Known> find(const std::vector<uint64_t>& keys, int64_t before, int64_t missing,
-                              int others, int least_seen, bool exact);
+                              int others, int64_t model, int least_seen, bool exact);
   // How long this operator took in a step that has plans, whose times stay, and whose call of that
   // number it was; none if there is no such step. What a step calls before its first decision, by
   // which it is found, need not be timed again.
@@ -137,7 +143,8 @@ class KnownSteps {
   bool any() const;         // whether a step has ended that is worth being known
   // The step that has ended last, which is known no more; null if none.
   std::shared_ptr<Known> take_latest();
-  // Adds a step that ran on fake tensors, unless a step with the same operators is known.
+  // Adds a step that ran on fake tensors, unless a step with the same operators is known, which
+  // left as many gradients.
   void expect(std::shared_ptr<Known> step);
   // Whether a step is known whose operators until its last decision have this hash.
   bool knows(uint64_t last_key) const;

@@ -53,7 +53,9 @@ int32_t Modules::running() {
 int32_t Modules::called_by(py::handle frame) const {
   const py::object module = frame.attr("f_locals")["self"];
   const auto found = numbers_.find(module.ptr());
-  return found == numbers_.end() ? kNoModule : found->second;
+  if (found == numbers_.end()) return kNoModule;
+  // Another one may have the address of a module that is gone.
+  return places_[found->second].module().is(module) ? found->second : kNoModule;
 }
 
 std::vector<std::string> Modules::names() {
@@ -80,7 +82,7 @@ void Modules::number_all() {
 void Modules::number(py::handle module, py::handle key, int32_t parent) {
   const auto number = static_cast<int32_t>(places_.size());
   if (!numbers_.emplace(module.ptr(), number).second) return;
-  places_.push_back({py::reinterpret_borrow<py::object>(key), parent});
+  places_.push_back({py::reinterpret_borrow<py::object>(key), parent, py::weakref(module)});
   const py::object parts = module.attr("_modules");
   if (PyDict_Check(parts.ptr())) {
     PyObject *name = nullptr, *part = nullptr;

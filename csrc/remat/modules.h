@@ -36,6 +36,7 @@ class Modules {
   struct Place {
     pybind11::object key;  // in the parent
     int32_t parent;        // its number
+    pybind11::weakref module;
   };
   std::vector<Place> places_;
 };

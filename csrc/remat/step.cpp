@@ -504,6 +504,7 @@ void Step::finish() {
   known->before = before_;
   known->missing = missing_;
   known->others = others_;
+  known->models = {model_};
   known->verdicts = verdicts_;
   known->verdicts.resize(trace_.contents.size(), Verdict::kFits);
   if (budget_.is_limit() && saw_backward_) {
@@ -660,7 +661,8 @@ void Step::find() {
   // measured, a second one is awaited.
   const bool waits = !budget_.is_limit() && !budget_.device.is_meta();
   const int least_seen = waits ? 2 : 1;
-  follow(shared_->find(keys_, before_, missing_, others_, least_seen, budget_.is_limit()));
+  const bool exact = budget_.is_limit();
+  follow(shared_->find(keys_, before_, missing_, others_, model_, least_seen, exact));
 }
 
 // Chooses the plan of `known` for this budget; null: there is no step like this one.

@@ -55,14 +55,16 @@ class Ahead:
         kwargs: dict[str, Any],
         device: torch.device,
         forward: Forward,
-        pure: tuple[type[Function], ...] = (),
-        seconds: float = SECONDS,
-        told: nn.Module | None = None,
+        pure: tuple[type[Function], ...],
+        seconds: float,
+        model: int,
+        told: nn.Module | None,
     ) -> str | None:
         """Plans a step with such arguments, unless one is known. Returns why it cannot.
 
         ``pure``: Functions that are declared to be. ``seconds``: how long it may run, besides what
-        its parameters take. ``told``: the model whose modules reports tell apart.
+        its parameters take. ``model``: whose step it is; see :func:`.budget.number_of`. ``told``:
+        the model whose modules reports tell apart.
         """
         native: Any = _parts.native("remat")
         signature = _signature(module, args, kwargs, device)
@@ -78,7 +80,7 @@ class Ahead:
                         if isinstance(step, int) and native.remat_knows(device, step)
                     }
                 with tell(pure) or nullcontext():
-                    known = _run(module, args, kwargs, device, forward, seconds, told)
+                    known = _run(module, args, kwargs, device, forward, seconds, model, told)
                 self._steps[signature] = known
         return known if isinstance(known, str) else None
 
@@ -153,6 +155,7 @@ def _run(
     device: torch.device,
     forward: Forward,
     seconds: float,
+    model: int,
     told: nn.Module | None,
 ) -> int | str:
     """Runs a step on fake tensors, and lets the native part plan it.
@@ -182,7 +185,7 @@ def _run(
     return (
         "on fake tensors it saved nothing for backward"
         if step is None
-        else int(native.remat_expect(device, step))
+        else int(native.remat_expect(device, step, model))
     )
 
 

@@ -26,6 +26,7 @@ from .budget import (
     check_arguments,
     check_support,
     device_of,
+    number_of,
 )
 from .figures import PLANNED, RematFigures, make_figures, write_moves, write_report
 from .functions import check_pure, tell
@@ -262,8 +263,10 @@ class remat:  # noqa: N801, a context manager is used like a function
             self._measured = _NOT_AHEAD
             return
         seconds = SECONDS if self._ahead is True else self._ahead
-        plan, pure, told = ahead_of(known_as).plan, self._pure, self._model
-        why_not = plan(module, args, kwargs, self._device, forward, pure, seconds, told)
+        model = number_of(module if self._counted is None else self._counted)
+        why_not = ahead_of(known_as).plan(
+            module, args, kwargs, self._device, forward, self._pure, seconds, model, self._model
+        )
         self._measured = why_not or ""
 
     def __exit__(

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .. import _parts
+from ..adam import stepper
 from ..adam.elsewhere import buffers_of
 from ..adam.owners import alive_optimizers, optimizers_of
 from ..shared.budgets import Budget, read_budget
@@ -142,12 +143,25 @@ def _parameters_in(parts: Sequence[nn.Module]) -> list[Tensor]:
     return list({id(p): p for p in own if p is not None}.values())
 
 
-# Of the modules that blocks have counted first.
-_numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+# Of the modules that blocks have counted first, by what becomes of their gradients.
+_numbers: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 _next_number = count(1)
 # By the first module that a block without a model has called: what it has called besides, by id.
 _called_after: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, nn.Module]]
 _called_after = WeakKeyDictionary()
+
+
+def number_of(model: nn.Module) -> int:
+    """By which the native part knows whose a step is. An optimizer that takes gradients in backward
+    makes other steps of a model than one that does not."""
+    param = _first_parameter(model)
+    owner = None if param is None else stepper.owner(param)
+    becomes = "keep" if owner is None else owner._stepper.intake()
+    if (numbers := _numbers.get(model)) is None:
+        numbers = _numbers[model] = {}
+    if (number := numbers.get(becomes)) is None:
+        number = numbers[becomes] = next(_next_number)
+    return number
 
 
 class LivedBefore:
@@ -198,9 +212,7 @@ class LivedBefore:
 
     def _add(self, module: nn.Module) -> None:
         if not self._added:
-            if (number := _numbers.get(module)) is None:
-                number = _numbers[module] = next(_next_number)
-            self._recorder.of_model(number)
+            self._recorder.of_model(number_of(module))
         self._added.append(ref(module))
         if self._model is not None and self._count_model(module):
             return

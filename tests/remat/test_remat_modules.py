@@ -135,6 +135,25 @@ def test_a_report_of_a_model_that_has_changed_or_gone():
     assert gone() is None
 
 
+def test_what_takes_the_place_of_a_module_that_is_gone():
+    gone = nn.Sequential(*(Double() for _ in range(200)))
+    model = nn.ModuleDict({"kept": Double(), "gone": gone})
+    with ms.remat(model, _everything=True) as r:
+        loss = model["kept"](torch.randn(64, requires_grad=True))
+        places = {id(module) for module in gone}
+        del model["gone"], gone
+        gc.collect()
+        others = [Double() for _ in range(1000)]
+        taken = [other for other in others if id(other) in places]
+        for other in taken:
+            loss = other(loss)
+        loss = loss.sum()
+    loss.backward()
+    if not taken:
+        pytest.skip("nothing has come to lie there")
+    assert {module for module, _ in saved_by(r)} == {"", "kept"}
+
+
 def test_other_threads_and_nested_blocks():
     """A block tells what its own thread calls; an inner block has names of its own."""
     outer, inner = Named(), Named()
