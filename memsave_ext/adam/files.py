@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -110,8 +110,8 @@ class Files(Place):
         return self.takes(tensor.nbytes, device)
 
     def fetch(self, state: Mapping[str, Tensor], device: torch.device) -> Fetched:
-        if fakes := {n: torch.empty_like(t) for n, t in state.items() if pretends(t)}:
-            return Fetched({**state, **fakes})
+        if pretended := [name for name, tensor in state.items() if pretends(tensor)]:
+            return _InBuffer(self, state, pretended, device)
         found = {name: self._region_of(tensor) for name, tensor in state.items()}
         regions = {name: region for name, region in found.items() if region is not None}
         if not regions:
@@ -155,7 +155,33 @@ class Files(Place):
             self.file.read_ahead(region)
 
 
-class _FetchedFromFile(Fetched):
+class _InBuffer(Fetched):
+    """States of these names lie in a buffer for a step; of a prediction's there is no more."""
+
+    def __init__(
+        self,
+        files: Files,
+        state: Mapping[str, Tensor],
+        names: Iterable[str],
+        device: torch.device,
+    ) -> None:
+        super().__init__(dict(state))
+        self.files = files
+        like = {name: state[name] for name in names}
+        self._buffer = files.buffer(sum(map(_room_of, like.values())), device)
+        self._parts: dict[str, Tensor] = {}
+        start = 0
+        for name, tensor in like.items():
+            part = self._parts[name] = self._buffer[start : start + tensor.nbytes]
+            flat = part.view(tensor.dtype)
+            self.state[name] = flat.as_strided(tensor.shape, tensor.stride())
+            start += _room_of(tensor)
+
+    def write_back(self) -> None:
+        self.files.keep(self._buffer)
+
+
+class _FetchedFromFile(_InBuffer):
     def __init__(
         self,
         files: Files,
@@ -163,30 +189,20 @@ class _FetchedFromFile(Fetched):
         regions: Mapping[str, Region],
         device: torch.device,
     ) -> None:
-        super().__init__(dict(state))
-        self.files, self._regions = files, regions
-        self._buffer = files.buffer(sum(_room_of(state[name]) for name in regions), device)
-        for name, region, part in self._parts():
+        super().__init__(files, state, regions, device)
+        self._regions = regions
+        for name, region in regions.items():
             if region.is_zero:  # made for this step
-                part.zero_()
+                self._parts[name].zero_()
                 region.is_zero = False
             else:
-                files.file.get(region, part)
-            flat, like = part.view(state[name].dtype), state[name]
-            self.state[name] = flat.as_strided(like.shape, like.stride())
+                files.file.get(region, self._parts[name])
 
     def write_back(self) -> None:
-        for _, region, part in self._parts():
-            self.files.file.put(region, part)
-            region.unmap()  # where somebody has read the state meanwhile
-        self.files.keep(self._buffer)
-
-    def _parts(self) -> Iterator[tuple[str, Region, Tensor]]:
-        start = 0
         for name, region in self._regions.items():
-            tensor = self.state[name]
-            yield name, region, self._buffer[start : start + tensor.nbytes]
-            start += _room_of(tensor)
+            self.files.file.put(region, self._parts[name])
+            region.unmap()  # where somebody has read the state meanwhile
+        super().write_back()
 
 
 def _room_of(tensor: Tensor) -> int:

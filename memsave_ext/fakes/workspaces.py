@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_iter
 
 from . import measured
@@ -39,6 +40,39 @@ _BATCH_NORMS = (
     *(_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default),
     *(_aten._native_batch_norm_legit.no_stats, _aten._batch_norm_with_update.default),
 )
+# Where in their arguments tensors are that kernels copy if their elements do not fill memory in
+# order, as a gradient of a sum does not: it is one number, expanded.
+_COPIED = {
+    _aten.native_layer_norm.default: (0,),
+    _aten.native_layer_norm_backward.default: (0, 1),
+    _aten.log_sigmoid_forward.default: (0,),
+    _aten._softmax.default: (0,),
+    _aten._softmax_backward_data.default: (0, 1),
+    _aten._log_softmax.default: (0,),
+    _aten._log_softmax_backward_data.default: (0, 1),
+    _aten.nll_loss_forward.default: (0,),
+    _aten.embedding.default: (1,),
+    _aten.embedding_dense_backward.default: (0, 1),
+    _aten.index_select.default: (0,),
+    _aten.max_pool2d_with_indices.default: (0,),
+    _aten.avg_pool2d.default: (0,),
+    _aten._adaptive_avg_pool2d.default: (0,),
+    _aten.adaptive_max_pool2d.default: (0,),
+    _aten.max_pool3d_with_indices.default: (0,),
+    _aten.avg_pool3d.default: (0,),
+    _aten.upsample_nearest2d_backward.default: (0,),
+    _aten.upsample_bilinear2d_backward.default: (0,),
+    _aten.reflection_pad2d.default: (0,),
+    _aten.im2col.default: (0,),
+    _aten.col2im.default: (0,),
+}
+# And where those are that products of matrices copy if neither rows nor columns lie in order.
+_MATRICES = {
+    _aten.mm.default: (0, 1),
+    _aten.addmm.default: (1, 2),
+    _aten.bmm.default: (0, 1),
+    _aten.baddbmm.default: (1, 2),
+}
 _NARROW = (torch.bfloat16, torch.float16)
 _FLOAT = 4
 _COUNT = 8
@@ -54,7 +88,24 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], re
         taken = measured.allocations(func, args, kwargs)
         return taken.workspace() if taken else 0
     rule = _RULES.get(func)
-    return rule(*args) if rule else _converted(func, args, result)
+    own: int = rule(*args) if rule else _converted(func, args, result)
+    return own + _copies(func, args)
+
+
+def _copies(func: Any, args: tuple[Any, ...]) -> int:
+    """Bytes of what a kernel copies, as it takes it in order alone."""
+    copied = (args[place] for place in _COPIED.get(func, ()))
+    matrices = (args[place] for place in _MATRICES.get(func, ()))
+    bytes_copied: int = sum(tensor.nbytes for tensor in copied if not _is_dense(tensor))
+    for tensor in matrices:
+        if tensor.numel() and not _is_for_blas(tensor):  # several are copied one by one
+            bytes_copied += tensor.nbytes // (len(tensor) if tensor.dim() == 3 else 1)
+    return bytes_copied
+
+
+def _is_for_blas(matrices: Tensor) -> bool:
+    (rows, columns), (by_row, by_column) = matrices.shape[-2:], matrices.stride()[-2:]
+    return (by_column == 1 and by_row >= columns) or (by_row == 1 and by_column >= rows)
 
 
 def as_left_by_kernel(func: Any, args: tuple[Any, ...], result: Any) -> Any:
@@ -132,6 +183,13 @@ def _binary_cross_entropy_with_logits(
     return x.nbytes * (2 if reduction else 1) + _wide(x, reduction)
 
 
+def _gelu_backward(grad: Tensor, x: Tensor, **_: Any) -> int:
+    """Bytes of the gradient in order, and of the result, where that is to be as the gradient."""
+    if grad.is_contiguous() or not x.is_contiguous():
+        return 0
+    return grad.nbytes * (1 if 0 in grad.stride() else 2)
+
+
 def _masked_scatter_backward(grad: Tensor, mask: Tensor, *_: Any) -> int:
     """Bytes of the mask as numbers that are counted, or of positions, or of two parts."""
     counts = mask.numel() * _COUNT
@@ -185,6 +243,25 @@ def _is_dense(x: Tensor) -> bool:
     return any(x.is_contiguous(memory_format=layout) for layout in _formats(x))
 
 
+def _pool_backward(grad: Tensor, x: Tensor, *rest: Any) -> int:
+    """Bytes of the gradient in order, and of the input's, which is made in the order of that one;
+    so are the positions read that a pool of the largest has."""
+    order = suggest_memory_format(grad)
+    read = [grad, *(part for part in rest[-1:] if isinstance(part, Tensor))]
+    copied = sum(tensor.nbytes for tensor in read if not tensor.is_contiguous(memory_format=order))
+    return copied + (x.nbytes if suggest_memory_format(x) != order else 0)
+
+
+def _layer_norm_backward(grad: Tensor, x: Tensor, shape: Sequence[int], *rest: Any) -> int:
+    """Bytes of each thread's sums of the gradients of weight and bias."""
+    return 2 * torch.get_num_threads() * math.prod(shape) * _FLOAT if any(rest[-1][1:]) else 0
+
+
+def _reduced(x: Tensor, dims: Sequence[int]) -> int:
+    """Bytes of one number for all those along some dimensions."""
+    return x.nbytes // max(math.prod(x.shape[dim] for dim in dims), 1)
+
+
 def _group_norm_backward(*args: Any) -> int:
     """Bytes of two sums for each channel of an image."""
     return int(2 * args[5] * args[6] * _FLOAT)
@@ -203,6 +280,12 @@ _RULES: dict[Any, Callable[..., int]] = {
     _aten.binary_cross_entropy_with_logits.default: _binary_cross_entropy_with_logits,
     _aten.native_batch_norm_backward.default: _batch_norm_backward,
     _aten.native_group_norm_backward.default: _group_norm_backward,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward,
+    _aten.max_pool2d_with_indices_backward.default: _pool_backward,
+    _aten.avg_pool2d_backward.default: _pool_backward,
+    _aten._adaptive_avg_pool2d_backward.default: _pool_backward,
+    _aten.gelu_backward.default: _gelu_backward,
+    _aten.logsumexp.default: lambda x, dims, *_: x.nbytes + _reduced(x, dims),
     _aten.kthvalue.default: lambda x, *_: x.nbytes + x.numel() * _COUNT,
     _aten.median.default: lambda x, *_: x.nbytes,
     _aten.nanmedian.default: lambda x, *_: x.nbytes,

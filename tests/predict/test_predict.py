@@ -7,6 +7,7 @@ from steps import assert_same, builder, mlp, tracked, without_optimizer
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext.adam.elsewhere import buffers_of
 
 
 def checkpointed(model):
@@ -45,6 +46,40 @@ def test_bfloat16_parameters(bf16, in_backward):
 
     build = builder(make, dtype=torch.bfloat16)
     assert_same(build)
+
+
+@pytest.mark.parametrize("before", [0, 2], ids=["new", "stepped"])
+@pytest.mark.parametrize(
+    "options",
+    [{"in_backward": True}, {}, {"in_backward": True, "state_dtype": "8bit"}, {"amsgrad": True}],
+    ids=str,
+)
+def test_states_in_a_folder(options, before, tmp_path):
+    """Between steps a buffer stays, of the largest parameter's states."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2)]
+    model = nn.Sequential(nn.Embedding(2000, 64), *layers)
+    optimizer = ms.AdamW(model.parameters(), states_on=tmp_path, **options)
+    x = torch.randint(2000, (256,))
+
+    def loss(out):
+        return out.square().mean()
+
+    def step():
+        loss(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(before):
+        step()
+    predicted = ms.memory.predict(model, optimizer, x, loss=loss)
+    step()
+    step()
+    with ms.memory.track(model, optimizer) as t:
+        step()
+    (buffer,) = buffers_of(optimizer)
+    assert buffer.nbytes > 0.9 * t.at_peak["optimizer"] > 0
+    assert predicted.peak == t.peak and predicted.at_peak == t.at_peak
 
 
 def test_checkpoint():

@@ -349,3 +349,68 @@ def test_operators_of_libraries_that_cannot_be_measured(name):
         expected = pytest.warns(UserWarning, match=f"temporary memory of memsave_tests.{name}")
     with expected:
         assert ms.memory.predict(build).peak == pytest.approx(2 * x.nbytes, rel=0.01)
+
+
+class Parts(nn.Module):
+    def __init__(self, run, *parts):
+        super().__init__()
+        self.run, self.parts = run, nn.ModuleList(parts)
+
+    def forward(self, x):
+        return self.run(x, *self.parts)
+
+
+def wide():
+    return nn.Linear(32, 96)
+
+
+def summed(between, *parts):
+    """Backward has a gradient that is one number in many places."""
+    return lambda: Parts(lambda x, a, *rest: between(a(x), *rest).sum(1), wide(), *parts)
+
+
+def turned(between, *parts):
+    return lambda: Parts(lambda x, a, *rest: between(a(x).transpose(1, 2), *rest), wide(), *parts)
+
+
+OUT_OF_ORDER = {
+    "gelu, summed": summed(F.gelu),
+    "gelu, turned after it": lambda: Parts(lambda x, a: F.gelu(a(x)).transpose(1, 2), wide()),
+    "layer norm, summed": summed(lambda y, norm: norm(y), nn.LayerNorm(96)),
+    "layer norm, turned": turned(lambda y, norm: norm(y), nn.LayerNorm(40)),
+    "softmax, summed": summed(lambda y: y.softmax(-1)),
+    "softmax, turned": turned(lambda y: y.softmax(1)),
+    "log softmax, summed": summed(lambda y: y.log_softmax(-1)),
+    "log sigmoid, turned": turned(F.logsigmoid),
+    "largest, summed": summed(lambda y: F.max_pool1d(y, 2)),
+    "largest, turned": turned(lambda y: F.max_pool1d(y, 2)),
+    "means, summed": summed(lambda y: F.avg_pool1d(y, 2)),
+    "means, turned": turned(lambda y: F.avg_pool1d(y, 2)),
+    "adaptive means, turned": turned(lambda y: F.adaptive_avg_pool1d(y, 8)),
+    "linear, summed": summed(lambda y: y),
+    "products, turned": turned(lambda y: torch.bmm(y, y.transpose(1, 2))),
+    "logsumexp": lambda: Parts(lambda x, a: a(x).logsumexp(-1), wide()),
+}
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", OUT_OF_ORDER)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_what_kernels_copy_to_have_it_in_order(name, reduction):
+    def make():
+        torch.manual_seed(0)
+        model, x = OUT_OF_ORDER[name](), torch.randn(16, 40, 32)
+        return model, lambda: getattr(model(x), reduction)()
+
+    assert_near(without_optimizer(make), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "indices", [torch.arange(400).view(20, 20), torch.arange(20).expand(20, 20)]
+)
+def test_an_embedding_whose_result_is_summed(indices):
+    def make():
+        model = nn.Embedding(400, 64)
+        return model, lambda: model(indices).sum()
+
+    assert_near(without_optimizer(make), 1e-4)
