@@ -201,7 +201,7 @@ def fitted(
         if device.type == "cuda":
             allocated = torch.cuda.memory_allocated(device)
             beside = max(allocated - bytes_held([*_held(model, inside), *tree_leaves(batch)]), 0)
-        place = check_offload(place, None, True, device)
+        place = check_offload("fit", place, None, True, device)
         if meeting is not None:
             check_same(
                 meeting,

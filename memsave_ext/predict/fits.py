@@ -108,7 +108,7 @@ def fits(
     if not callable(build):
         raise TypeError(f"fits: build must be a function, got {type(build).__name__}")
     size = batch if _takes_batch(build) else None
-    offload = check_offload(offload, None, True, None)
+    offload = check_offload("fits", offload, None, True, None)
 
     def on(ranks: Ranks | None) -> Fits:
         return search(
@@ -539,7 +539,8 @@ def make_parser(program: str) -> argparse.ArgumentParser:
 def _devices(text: str) -> Sequence[int]:
     first, dash, last = text.partition("-")
     if dash:
-        return range(int(first), int(last) + 1)
+        least, most = sorted((int(first), int(last)))
+        return range(least, most + 1)
     return [int(part) for part in text.split(",")]
 
 
@@ -565,7 +566,7 @@ def run_command(options: argparse.Namespace) -> int:
             shard=options.shard,
         )
     except (TypeError, ValueError) as error:
-        if not str(error).startswith(("fits:", "predict:", "remat: offload")):
+        if not str(error).startswith(("fits:", "predict:")):
             raise
         raise UsageError(str(error)) from None
     if options.json:

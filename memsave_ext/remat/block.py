@@ -175,7 +175,7 @@ class remat:  # noqa: N801, a context manager is used like a function
         """``counted``: the model whose memory counts, also where reports do not show it."""
         device = device_of(counted)
         has_budget = budget is not None or bool(everything)
-        offload = check_offload(offload, offload_limit, has_budget, device)
+        offload = check_offload("remat", offload, offload_limit, has_budget, device)
         self._model = model
         self._recorder = make_recorder(
             everything, budget, strict, device, store_of(offload, device),

@@ -170,7 +170,7 @@ def remat_module(
     check_ahead(ahead)
     functions = check_pure("remat_module", pure)
     has_budget = within is not None or _everything
-    offload = check_offload(offload, offload_limit, has_budget, device_of(model))
+    offload = check_offload("remat_module", offload, offload_limit, has_budget, device_of(model))
     options: dict[str, Any] = {"budget": within, "optimizer": optimizer}
     options |= {"strict": strict, "retry": retry, "ahead": ahead}
     options |= {"offload": offload, "offload_limit": offload_limit}

@@ -22,16 +22,17 @@ Offload = str | os.PathLike[str]
 
 
 def check_offload(
-    offload: object, limit: object, has_budget: bool, device: torch.device | None
+    who: str, offload: object, limit: object, has_budget: bool, device: torch.device | None
 ) -> Offload | None:
     """Returns the place; a folder's path is made absolute, as the program may go elsewhere.
 
-    Raises where an argument is wrong; ``device``: of the model, if it is known.
+    Raises where an argument is wrong; ``who``: is given it; ``device``: of the model, if it is
+    known.
     """
     if limit is not None:
         if offload is None:
             raise ValueError(
-                "remat: offload_limit says how much offload= may move, and offload is None; pass "
+                f"{who}: offload_limit says how much offload= may move, and offload is None; pass "
                 "it, such as offload='/scratch', or leave offload_limit out"
             )
         most_moved(limit)
@@ -39,27 +40,27 @@ def check_offload(
         return None
     if not isinstance(offload, (str, os.PathLike)):
         raise TypeError(
-            f"remat: offload must be 'cpu', a folder or None, got {type(offload).__name__}"
+            f"{who}: offload must be 'cpu', a folder or None, got {type(offload).__name__}"
         )
     if not has_budget:
         raise ValueError(
-            "remat: offload needs a budget, which says how much has to be moved; pass one, such as "
-            "budget='8GB' or budget=0.2 (a share of the activations), or leave offload out"
+            f"{who}: offload needs a budget, which says how much has to be moved; pass one, such "
+            "as budget='8GB' or budget=0.2 (a share of the activations), or leave offload out"
         )
     on = "cpu" if device is None else device.type
     if offload == _CPU:
         if on not in ("cpu", "cuda"):
             raise ValueError(
-                "remat: offload='cpu' moves activations from a CUDA device to the host's memory; "
+                f"{who}: offload='cpu' moves activations from a CUDA device to the host's memory; "
                 f"the model is on {on}"
             )
         return _CPU
     if on not in ("cpu", "cuda"):
         raise ValueError(
-            f"remat: offload={os.fspath(offload)!r} moves activations of a model on the CPU or a "
+            f"{who}: offload={os.fspath(offload)!r} moves activations of a model on the CPU or a "
             f"CUDA device to files; the model is on {on}"
         )
-    must = "remat: offload must be 'cpu' or an existing folder that can be written to"
+    must = f"{who}: offload must be 'cpu' or an existing folder that can be written to"
     return absolute_folder(offload, must)
 
 
@@ -116,7 +117,11 @@ def store_of(offload: Offload | None, device: torch.device) -> Any:
         return native.RematStore.in_host_memory(device)
     folder = os.path.realpath(offload)
     if not predicts():
-        return native.RematStore.in_folder(folder, device)
+        try:
+            return native.RematStore.in_folder(folder, device)
+        except OSError as error:
+            text = f"remat: offload={folder!r}: cannot make a file: {error.strerror}"
+            raise OSError(error.errno, text) from None
     with writing_files():
         speed = native.RematStore.in_folder(folder, torch.device("cpu")).speed()
     if on_cuda:
