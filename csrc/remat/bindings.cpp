@@ -332,8 +332,8 @@ std::optional<py::bytes> take_step(const Fakes& fakes) {
   return py::bytes(to_bytes(*step));
 }
 
-// Lets the device's steps begin with a plan for that step of a model. Returns the hash of its operators, by
-// which remat_knows() finds it.
+// Lets the device's steps begin with a plan for that step of a model. Returns the hash of its
+// operators, by which remat_knows() finds it.
 uint64_t expect(const at::Device& device, const std::string& bytes, int64_t model) {
   auto step = known_from_bytes(bytes);
   step->models = {model};

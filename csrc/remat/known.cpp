@@ -16,7 +16,7 @@ namespace {
 constexpr size_t kMostSteps = 1024;
 constexpr int64_t kAboutEqual = 500;  // bytes that differ by a five-hundredth are about the same
 constexpr int64_t kMostBytes = int64_t{256} << 20;  // of the host, for all of them
-constexpr size_t kMostModels = 8;  // of each step
+constexpr size_t kMostModels = 8;                   // of each step
 constexpr int kMostEnds = 4;  // known of steps that are the same until their last decision
 
 // About how much of the host's memory it takes.
@@ -337,8 +337,8 @@ void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
 }
 
 std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64_t before,
-                                        int64_t missing, int others, int64_t model,
-                                        int least_seen, bool exact) {
+                                        int64_t missing, int others, int64_t model, int least_seen,
+                                        bool exact) {
   const std::lock_guard<Lock> lock(mutex_);
   settle();
   std::shared_ptr<Known>* place = nullptr;

@@ -85,6 +85,19 @@ int32_t Step::number_of(Content& content) {
   return content.number;
 }
 
+// Of a mask, which its call holds as long as it may be computed again: a plan that drops it, or
+// what is computed from it, has these in memory. Returns the position among the trace's contents,
+// where nothing but the call stands for it.
+int32_t Step::add_bits(const at::Tensor& bits) {
+  const auto number = static_cast<int32_t>(trace_.contents.size());
+  plan::TraceContent& content = trace_.contents.emplace_back();
+  content.bytes = static_cast<int64_t>(bits.nbytes());
+  content.let_go = static_cast<int32_t>(trace_.moments.size());
+  contents_.emplace_back();
+  given_up_.emplace_back(bits.storage().getWeakStorageImpl());
+  return number;
+}
+
 // Notes which memory that nothing recorded made was given back since the latest operator. Steps
 // that follow a plan know.
 void Step::look_what_is_emptied() {
@@ -302,6 +315,7 @@ int64_t Step::ended(Call* call, const Began& began, std::unique_ptr<DeviceTime> 
       hash_ = mix(hash_, static_cast<uint64_t>(read) + 1);
       if (!reference.overwritten) once(traced.reads, read);
     }
+    if (call->mask.defined()) traced.reads.push_back(add_bits(call->mask));
     for (const bool in_place : {true, false}) {
       for (const auto& made : call->made) {
         const auto content = made.content.lock();

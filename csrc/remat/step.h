@@ -158,6 +158,7 @@ class Step {
  private:
   // The caller of these holds mutex_.
   int32_t number_of(Content& content);
+  int32_t add_bits(const at::Tensor& bits);
   void look_what_is_emptied();
   void look_what_is_held(std::optional<int32_t> moment);
   Count::Bytes take(std::optional<int32_t> mark = std::nullopt);
@@ -204,6 +205,7 @@ class Step {
   // Positions of those without a call whose memory is there still, with it.
   std::vector<std::pair<int32_t, c10::weak_intrusive_ptr<c10::StorageImpl>>> sources_;
   const std::shared_ptr<int64_t> alone_ = std::make_shared<int64_t>(0);  // see Content::alone
+  // Memory that counts as the block's though no content holds it: see given_up() and add_bits().
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> given_up_;
   int64_t held_ = 0;  // bytes of *alone_ and given_up_ at the latest moment
   std::shared_ptr<Known> followed_;

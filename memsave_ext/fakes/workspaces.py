@@ -94,12 +94,13 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], re
 
 def _copies(func: Any, args: tuple[Any, ...]) -> int:
     """Bytes of what a kernel copies, as it takes it in order alone."""
-    copied = (args[place] for place in _COPIED.get(func, ()))
-    matrices = (args[place] for place in _MATRICES.get(func, ()))
-    bytes_copied: int = sum(tensor.nbytes for tensor in copied if not _is_dense(tensor))
-    for tensor in matrices:
-        if tensor.numel() and not _is_for_blas(tensor):  # several are copied one by one
-            bytes_copied += tensor.nbytes // (len(tensor) if tensor.dim() == 3 else 1)
+    strided = [t if isinstance(t, Tensor) and t.layout is torch.strided else None for t in args]
+    copied = (strided[place] for place in _COPIED.get(func, ()))
+    matrices = (strided[place] for place in _MATRICES.get(func, ()))
+    bytes_copied: int = sum(t.nbytes for t in copied if t is not None and not _is_dense(t))
+    for t in matrices:
+        if t is not None and t.numel() and not _is_for_blas(t):  # several are copied one by one
+            bytes_copied += t.nbytes // (len(t) if t.dim() == 3 else 1)
     return bytes_copied
 
 
