@@ -98,7 +98,7 @@ def seconds_of(
 
 def simulate(card: Card, name: str, shape: Shape, tokens: int) -> list[dict[str, Any]]:
     block, rest = parts_of(card, shape, tokens)
-    parameters = parameters_of(shape)
+    parameters = rest.parameters + shape.depth * block.parameters
     rows = []
     for states, nbytes in STATES.items():
         step = functools.partial(seconds_of, card, shape, block, rest, nbytes, tokens)

@@ -225,7 +225,7 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   std::vector<std::shared_ptr<Content>> contents;
   std::shared_ptr<Call> call;
   Choice choice = step_ ? step_->decide(*content) : Choice{drops_};
-  if (step_ && step_->has_script() && step_->all_pass()) watch(false);
+  if (has_script() && step_->all_pass()) watch(false);
   if (choice.drops == Drops::kBoth) {
     moves_next_ = !moves_next_;
     choice.drops = moves_next_ ? Drops::kMove : Drops::kEverything;
@@ -455,13 +455,12 @@ std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& f
     return nullptr;
   }
   if (!block->sees_results_ && block->step_->passes_inner()) return nullptr;
-  if (!block->sees_results_ && !block->step_->has_script()) {  // it was left
+  if (!block->sees_results_ && !block->has_script()) {  // it was left
     block->watch(true);
     return nullptr;
   }
   const bool is_recorded = !is_below && !checkpoint::in_region() && at::GradMode::is_enabled();
-  if (block->step_ && block->step_->has_script() &&
-      block->passes(*op, function.inputs(), is_recorded)) {
+  if (block->has_script() && block->passes(*op, function.inputs(), is_recorded)) {
     if (is_recorded && op->any_writes && block->sees_results_) {
       return block->start_write(*op, function);
     }
@@ -570,8 +569,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   recording->call = std::allocate_shared<Call>(Pool<Call>());
   Call& call = *recording->call;
   call.op = &op;
-  const bool is_known = step_ && step_->has_script();
-  call.module = is_known ? recording->began.module : running_module();
+  call.module = has_script() ? recording->began.module : running_module();
   // What is never recomputed needs no arguments recorded.
   recording->repeatable = op.is_repeatable && (!op.is_heavy || step_);
   if (recording->repeatable && (op.has_failed || is_in_library())) recording->repeatable = false;
@@ -646,9 +644,10 @@ bool Block::is_in_library() const {
   });
 }
 
-// Of the operator that runs. A step that goes by a script knows its modules from before.
+// Of the operator that runs.
 int32_t Block::running_module() const {
-  return modules_ && !(step_ && step_->has_script()) ? modules_->running() : kNoModule;
+  // A script knows its modules from before.
+  return modules_ && !has_script() ? modules_->running() : kNoModule;
 }
 
 void Block::begin_proof(Recording& recording, c10::ArrayRef<const c10::IValue> inputs) {
@@ -678,8 +677,8 @@ std::unique_ptr<Block::RunningFunction> Block::begin_function(
   Block* block = active();
   if (block == nullptr || below_autograd() || checkpoint::in_region()) return nullptr;
   if (block->is_in_library()) return nullptr;
-  if (!block->sees_results_ && !block->step_->has_script()) block->watch(true);
-  if (block->step_ && block->step_->has_script() && block->passes(op, as_array(inputs), true)) {
+  if (!block->sees_results_ && !block->has_script()) block->watch(true);
+  if (block->has_script() && block->passes(op, as_array(inputs), true)) {
     return nullptr;
   }
   auto recording = block->start(op, as_array(inputs));

@@ -122,6 +122,8 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   static std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& function);
   static void on_end(const at::RecordFunction& function, at::ObserverContext* context);
   void watch(bool sees_results);
+  // Whether the step goes by a script.
+  bool has_script() const { return step_ && step_->has_script(); }
   bool passes(const Operator& op, c10::ArrayRef<const c10::IValue> inputs, bool is_recorded);
 
   std::unique_ptr<Recording> start(const Operator& op, c10::ArrayRef<const c10::IValue> inputs);

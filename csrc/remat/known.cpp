@@ -32,6 +32,17 @@ int64_t size_of(const Known& step) {
   return static_cast<int64_t>(contents + calls + moments + operators + saves + keys);
 }
 
+bool has_model(const std::vector<int64_t>& models, int64_t model) {
+  return std::find(models.begin(), models.end(), model) != models.end();
+}
+
+// The one that was noted first is forgotten where there are too many.
+void note_model(std::vector<int64_t>& models, int64_t model) {
+  if (has_model(models, model)) return;
+  if (models.size() == kMostModels) models.erase(models.begin());
+  models.push_back(model);
+}
+
 // Makes the step one before which there is already what it allocated for good (gradients, states).
 void leave_out(Known& step, const std::map<int32_t, int64_t>& survivors) {
   for (auto& [moment, left] : step.trace.left) {
@@ -139,27 +150,17 @@ void Known::prove(const std::vector<plan::Decision>& decisions, int64_t model) {
     proven = {decisions, {}};
     script = nullptr;
   }
-  if (is_proven(decisions, model)) return;
-  auto& models = proven->models;
-  if (models.size() == kMostModels) models.erase(models.begin());
-  models.push_back(model);
+  note_model(proven->models, model);
 }
 
 bool Known::is_proven(const std::vector<plan::Decision>& decisions, int64_t model) const {
-  if (!proven || proven->decisions != decisions) return false;
-  return std::find(proven->models.begin(), proven->models.end(), model) != proven->models.end();
+  return proven && proven->decisions == decisions && has_model(proven->models, model);
 }
 
-bool Known::is_of(int64_t model) const {
-  return std::find(models.begin(), models.end(), model) != models.end();
-}
+bool Known::is_of(int64_t model) const { return has_model(models, model); }
 
 void Known::note_models(const std::vector<int64_t>& more) {
-  for (const int64_t model : more) {
-    if (is_of(model)) continue;
-    if (models.size() == kMostModels) models.erase(models.begin());
-    models.push_back(model);
-  }
+  for (const int64_t model : more) note_model(models, model);
 }
 
 bool Known::leaves_like(const Known& other) const {

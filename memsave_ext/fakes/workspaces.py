@@ -184,7 +184,7 @@ def _binary_cross_entropy_with_logits(
     return x.nbytes * (2 if reduction else 1) + _wide(x, reduction)
 
 
-def _gelu_backward(grad: Tensor, x: Tensor, **_: Any) -> int:
+def _gelu_backward(grad: Tensor, x: Tensor) -> int:
     """Bytes of the gradient in order, and of the result, where that is to be as the gradient."""
     if grad.is_contiguous() or not x.is_contiguous():
         return 0
