@@ -7,12 +7,12 @@ are the exception: sockets, shared memory, offsets of open files.
 
 from __future__ import annotations
 
+import errno
 import functools
 import gc
 import os
 import pickle
 import random
-import resource
 import select
 import signal
 import struct
@@ -235,14 +235,17 @@ def note(value: Any) -> None:
 @contextmanager
 def writing_files() -> Iterator[None]:
     """Lets a child write to files inside the block, which it cannot otherwise."""
+    if not is_dry_run():
+        yield
+        return
+    import resource  # Windows has none, and no fork
+
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if is_dry_run():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     try:
         yield
     finally:
-        if is_dry_run():
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @functools.cache
@@ -257,6 +260,8 @@ def _import() -> None:
 
 
 def _fork() -> int:
+    if sys.platform != "linux":  # elsewhere libraries do not bear it
+        raise OSError(errno.ENOSYS, "fork is used on Linux alone")
     if _native.module:
         return int(_native.module.fork_child())
     # Python clears the states of other threads in a child: what only they hold is to stay.
@@ -302,6 +307,8 @@ def _find() -> None:
 
 def _prepare(state: Any, threads: int, cards: int | None) -> None:
     """Makes the child fit to run what the parent was about to run."""
+    import resource  # Windows has none, and no fork
+
     random.setstate(state)  # Python gives each child another
     for one in signal.valid_signals():
         if callable(signal.getsignal(one)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import threading
@@ -33,7 +34,7 @@ __all__ = ["Weights", "weights_on"]
 
 _ROOM = 1 << 26  # bytes that may stay mapped, or those of the largest weight
 _PAUSE = 0.01  # seconds between two looks at how much is mapped
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PAGE = mmap.PAGESIZE
 _STATM = Path("/proc/self/statm")
 
 

@@ -385,7 +385,7 @@ class remat:  # noqa: N801, a context manager is used like a function
             f"recomputing is planned to take {format_seconds(figures['plan'][1] - waiting)}"
         )
         if waiting:
-            line += f"and waiting for moved results {format_seconds(waiting)}"
+            line += f", and waiting for moved results {format_seconds(waiting)}"
         if limit := self._limit(recorder):
             line += f"\nThe minimum is needed in {describe_limit(limit)}"
         if deviation := recorder.deviation():

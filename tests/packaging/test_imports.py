@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import os
 import re
 import subprocess
 import sys
@@ -93,6 +94,39 @@ def test_no_library_that_trains_models_is_imported():
     names = {name.partition(".")[0] for name in ast.literal_eval(done.stdout)}
     assert "memsave_ext" in names
     assert names.isdisjoint({"transformers", "lightning", "pytorch_lightning", "accelerate"})
+
+
+def test_another_system_than_linux_has_pure_python():
+    code = """
+import os, sys
+import torch, torch._dynamo
+sys.modules.update(resource=None, fcntl=None)  # an import of these fails
+sys.platform = "win32"
+for name in ("fork", "sysconf", "waitpid", "posix_fallocate"):
+    delattr(os, name)
+import memsave_ext as ms
+
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+optimizer = ms.AdamW(model.parameters(), in_backward=True)
+with ms.memory.track(model, optimizer) as track:
+    for _ in range(2):
+        ms.checkpoint(model, torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+assert track.peak > 0
+try:
+    ms.memory.predict(model, optimizer, torch.randn(4, 8), loss=torch.sum)
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "MEMSAVE_EXT_NATIVE": "0"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no child process can be made: fork is used on Linux alone" in done.stdout
 
 
 def test_what_remat_shares_with_memory_is_below_both():
