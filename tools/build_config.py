@@ -30,6 +30,21 @@ class Decision:
     archs: str | None = None
 
 
+def check_torch(version: str, root: Path) -> None:
+    """Exits with one sentence where torch is none of those that pyproject.toml asks for: without
+    build isolation pip would replace it once it has been built with."""
+    project = (root / "pyproject.toml").read_text()
+    found = re.search(r'"torch>=(\d+)\.(\d+),<(\d+)\.(\d+)"', project)
+    assert found is not None
+    major, least, other_major, above = map(int, found.groups())
+    assert major == other_major
+    if not (major, least) <= tuple(map(int, version.split(".")[:2])) < (major, above):
+        sys.exit(
+            f"memsave_ext needs torch {major}.{least} to {major}.{above - 1}, found {version}: "
+            "install one of these first."
+        )
+
+
 def decide(
     torch_version: str,
     torch_cuda: str | None,

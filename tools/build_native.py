@@ -18,6 +18,7 @@ import build_units
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+build_config.check_torch(torch.__version__, ROOT)
 CARDS = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 DECISION = build_config.decide(
     torch.__version__,

@@ -4,7 +4,7 @@
     python tools/make_wheel.py --torch torch==2.13.0   # what the new environment gets
 
 A compiled file fits one minor version of torch, which pip cannot choose by: the version of the
-wheel says it in its local part, 0.3.0+pt213cpu, and so does a requirement of it. auditwheel gives
+wheel says it in its local part, 0.4.0+pt213cpu, and the wheel requires that torch. auditwheel gives
 it the manylinux tag of the libraries of the machine on which it is built. torch's own libraries
 stay out: the process has them.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,12 +43,34 @@ def build(local: str, folder: Path, scratch: Path) -> Path:
         cwd=ROOT,
     )  # fmt: skip
     (raw,) = scratch.glob("*.whl")
+    raw = _for_this_torch(raw, scratch / "unpacked")
     excluded = [word for name in OF_TORCH for word in ("--exclude", name)]
     tagged = scratch / "tagged"
     run(sys.executable, "-m", "auditwheel", "repair", "-w", tagged, *excluded, raw)
     (wheel,) = tagged.glob("*.whl")
     folder.mkdir(exist_ok=True)
     return Path(shutil.copy(wheel, folder))
+
+
+def _for_this_torch(wheel: Path, scratch: Path) -> Path:
+    """Returns the wheel, packed again, which requires the torch that it was built for."""
+    run(sys.executable, "-m", "wheel", "unpack", "-d", scratch, wheel)
+    (metadata,) = scratch.glob("*/*.dist-info/METADATA")
+    metadata.write_text(requiring(torch.__version__, metadata.read_text()))
+    (tree,) = scratch.iterdir()
+    run(sys.executable, "-m", "wheel", "pack", "-d", scratch, tree)
+    (packed,) = scratch.glob("*.whl")
+    return packed
+
+
+def requiring(torch_version: str, metadata: str) -> str:
+    """Returns a wheel's metadata with the minor version of torch as its requirement."""
+    minor = ".".join(torch_version.split(".")[:2])
+    required = f"Requires-Dist: torch=={minor}.*"
+    changed, count = re.subn(r"^Requires-Dist: torch[<>=].*$", required, metadata, flags=re.M)
+    if count != 1:
+        sys.exit(f"make_wheel.py: the wheel requires torch {count} times, not once")
+    return changed
 
 
 def try_it(wheel: Path, requirement: str, scratch: Path) -> None:

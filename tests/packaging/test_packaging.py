@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,34 @@ class TestSetup:
             result = run_setup("-S", "-I", "-c", code, *command)
             assert_one_sentence(result, "install torch first", "--no-build-isolation")
 
+    def test_pure_python_without_torch(self, tmp_path):
+        code = (
+            "import sys; sys.modules['torch'] = None; __file__ = 'setup.py'; "
+            "exec(open('setup.py').read())"
+        )
+        result = run_setup(
+            "-c", code, "-q", "egg_info", "--egg-base", str(tmp_path), "build", "--build-base",
+            str(tmp_path), "bdist_wheel", "--dist-dir", str(tmp_path), "--bdist-dir",
+            str(tmp_path / "tree"), MEMSAVE_EXT_NATIVE="0",
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        assert "pure Python (MEMSAVE_EXT_NATIVE=0)" in result.stdout
+        (wheel,) = tmp_path.glob("*.whl")
+        assert wheel.name == f"memsave_ext-{ms.__version__}-py3-none-any.whl"
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+        assert "memsave_ext/adam/__init__.py" in names
+        assert not [name for name in names if name.endswith((".so", "_build_info.json"))]
+
+    @pytest.mark.parametrize("version", ["2.10.0", "2.16.0a0+git1", "1.13.1", "3.0.0"])
+    def test_a_torch_that_pip_would_replace(self, config, version):
+        with pytest.raises(SystemExit, match=rf"needs torch 2.11 to 2.15, found {version[:4]}"):
+            config.check_torch(version, ROOT)
+
+    @pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.15.1+cu130", torch.__version__])
+    def test_a_torch_that_is_allowed(self, config, version):
+        config.check_torch(version, ROOT)
+
     @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of torch")
     def test_cuda_wanted_from_a_cpu_torch(self):
         result = run_setup("setup.py", "--version", MEMSAVE_EXT_CUDA="1")
@@ -115,7 +144,11 @@ MADE = re.compile(r"PKG-INFO|setup\.cfg|memsave_ext\.egg-info/.*")
 def test_changelog_and_citation_name_the_version():
     changelog, citation = ((ROOT / name).read_text() for name in ("CHANGELOG.md", "CITATION.cff"))
     version, date = re.search(r"^## \[(\d.*)\] - (.*)$", changelog, re.MULTILINE).groups()
-    assert version == ms.__version__
+    if "\n## [Unreleased]\n" in changelog:  # until it is released, the next one's
+        assert ms.__version__.endswith(".dev0")
+        assert Version(ms.__version__).release > Version(version).release
+    else:
+        assert version == ms.__version__
     assert f"\nversion: {version}\ndate-released: {date}\n" in citation
 
 
@@ -182,6 +215,14 @@ class TestWheel:
     def test_its_version_says_which_torch_it_fits(self, config, torch_version, cuda, local):
         assert config.local_version(torch_version, cuda) == local
         assert Version(f"{ms.__version__}+{local}").local == local
+
+    def test_it_requires_this_torch(self, monkeypatch):
+        make_wheel = load_tool("make_wheel", monkeypatch)
+        metadata = "Name: memsave_ext\nRequires-Dist: torch<2.16,>=2.11\nRequires-Dist: torchvision\n"
+        changed = make_wheel.requiring("2.13.0+cpu", metadata)
+        assert changed == metadata.replace("torch<2.16,>=2.11", "torch==2.13.*")
+        with pytest.raises(SystemExit, match="requires torch 0 times"):
+            make_wheel.requiring("2.13.0", "Name: memsave_ext\n")
 
 
 class TestDecision:
