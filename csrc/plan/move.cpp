@@ -154,7 +154,8 @@ class Scheduler {
       if (!is_moved(decisions_[i])) continue;
       const auto& content = trace_.contents[i];
       const int32_t moment = content.decided >= 0 ? content.decided : content.let_go;
-      made_at[std::min(moment, trace_.forward - 1)].push_back(static_cast<int32_t>(i));
+      // Of a block that records no operator the forward has no moment.
+      made_at[std::max(std::min(moment, trace_.forward - 1), 0)].push_back(static_cast<int32_t>(i));
     }
     Way out{speed_.out}, back{speed_.back};
     std::deque<Leaving> leaving;

@@ -30,7 +30,7 @@ Place place_of(const plan::Trace& trace, const plan::Timeline& timeline, int32_t
 }
 
 std::string_view schema_name(const Operator* op) {
-  return op == nullptr ? std::string_view() : std::string_view(op->handle.schema().name());
+  return op == nullptr ? std::string_view() : std::string_view(op->name.name);
 }
 
 // Between a product and a loss: they change how logits lie, or their type.

@@ -35,7 +35,7 @@ namespace py = pybind11;
 
 namespace {
 
-std::string name_of(const Operator* op) { return op == nullptr ? "" : op->handle.schema().name(); }
+std::string name_of(const Operator* op) { return op == nullptr ? "" : op->name.name; }
 
 std::string name_at(const plan::Trace& trace, const Place& place) {
   return place.call < 0 ? "" : name_of(trace.calls[place.call].op);
@@ -422,6 +422,7 @@ void bind(py::module_& m) {
 #ifdef MEMSAVE_EXT_WITH_CUDA
   give_way_to_cuda();
 #endif
+  Operator::watch_libraries();
   m.def("remat_forget", &forget_known_steps);
   // What torch takes to tell an observer of each operator, for the benchmark: no block takes less.
   m.def("remat_observe_nothing", [] {

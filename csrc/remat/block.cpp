@@ -102,7 +102,6 @@ std::vector<std::shared_ptr<Block>> Block::all_open() {
 }
 
 void Block::open(std::optional<int64_t> bytes, bool retry) {
-  thread_ = std::this_thread::get_id();
   outer_ = current;
   if (outer_ == nullptr) seconds_of_copy(0);  // measures it before any operator is timed
   pending_.emplace();
@@ -515,15 +514,22 @@ void Block::begin_write(Recording& recording, const at::Tensor& tensor) {
   entry_of(tensor);
   recording.writing.emplace_back(storage_of(tensor));
   before_write(tensor);
-  recording.written.emplace_back(tensor, checkpoint::version_of(tensor));
+  recording.written.push_back({tensor, checkpoint::version_of(tensor), storage_of(tensor)});
+  // Blocks around this one do not see the operator.
+  for (Block* block = outer_; block != nullptr; block = block->outer_) {
+    block->note_hidden_write(tensor);
+  }
 }
 
 // Memory that was written gets a new content, returned or not, before any is decided on: nothing
 // can be computed from what it held.
 void Block::end_write(Recording& recording) {
-  for (const auto& [tensor, before] : recording.written) {
-    const auto found = table_.find(storage_of(tensor));
-    if (found == table_.end() || found->second.content->born <= recording.born) renew(tensor);
+  for (const auto& written : recording.written) {
+    if (written.has_other_storage()) continue;
+    const auto found = table_.find(written.storage);
+    if (found == table_.end() || found->second.content->born <= recording.born) {
+      renew(written.tensor);
+    }
   }
   recording.writing.clear();
 }
@@ -578,6 +584,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
     call.random = Random::of(op, inputs);
     recording->repeatable = call.random.has_value();
   }
+  if (op.dropout_state && inputs[*op.dropout_state].isTensor()) recording->repeatable = false;
   const bool trains = op.is_torch_batch_norm && trains_batch_norm(inputs);
   if (op.is_torch_batch_norm && !trains && inputs.size() > 3 && inputs[3].isTensor()) {
     recording->repeatable = false;  // it reads running statistics, which change unseen
@@ -756,7 +763,7 @@ void Block::keep_mask(Recording& recording) {
   const Pause pause;
   const at::NoGradGuard no_grad;
   try {
-    call.mask = pack_mask(recording.written[0].first);
+    call.mask = pack_mask(recording.written[0].tensor);
   } catch (const std::exception&) {  // there is no memory for it
     recording.repeatable = false;
     return;
@@ -852,9 +859,8 @@ void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, 
 // What each storage holds now.
 
 bool Block::Recording::writes(const c10::StorageImpl* storage) const {
-  return std::any_of(written.begin(), written.end(), [&](const auto& pair) {
-    return pair.first.storage().unsafeGetStorageImpl() == storage;
-  });
+  return std::any_of(written.begin(), written.end(),
+                     [&](const Written& one) { return one.storage == storage; });
 }
 
 std::shared_ptr<Content> Block::make_content(const at::Tensor& tensor, bool external) {
@@ -901,10 +907,10 @@ Block::Entry& Block::entry_of(const at::Tensor& tensor) {
     // Renew it where an operator that still runs has already changed it in place.
     for (const Recording* recording : running_) {
       if (entry.content->born > recording->born) continue;
-      for (const auto& [written, before] : recording->written) {
+      for (const auto& written : recording->written) {
         // Views may have version counters of their own.
-        if (written.storage().unsafeGetStorageImpl() != storage) continue;
-        if (checkpoint::version_of(written) > before) {
+        if (written.storage != storage || written.has_other_storage()) continue;
+        if (checkpoint::version_of(written.tensor) > written.version) {
           renew(tensor);
           break;
         }
@@ -921,14 +927,19 @@ void Block::note_hidden_writes(const Operator& op, const at::RecordFunction& fun
   for (size_t i = 0; i < inputs.size() && i < op.writes.size(); ++i) {
     if (!op.writes[i] && !(trains && is_running_statistic(i))) continue;
     for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t) {
-      if (!is_plain(tensor)) return;
-      if (table_.find(storage_of(tensor)) == table_.end()) return;
-      // If the operator around this one writes there too, made() gives the new content its call.
-      const Writing writing(storage_of(tensor));
-      before_write(tensor);
-      renew(tensor);
+      for (Block* block = this; block != nullptr; block = block->outer_) {
+        block->note_hidden_write(tensor);
+      }
     });
   }
+}
+
+void Block::note_hidden_write(const at::Tensor& tensor) {
+  if (!is_plain(tensor) || table_.find(storage_of(tensor)) == table_.end()) return;
+  // If the operator around this one writes there too, made() gives the new content its call.
+  const Writing writing(storage_of(tensor));
+  before_write(tensor);
+  renew(tensor);
 }
 
 // Copies the tensor's memory, about to be written, if dropped contents are computed from it.

@@ -10,7 +10,6 @@
 #include <limits>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -74,7 +73,7 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
 
   // A Function's forward that is declared to be pure (see functions.h) begins, with these tensors
   // and what calls it again. Null: nothing is to be told of it. Called on the block's thread, as
-  // are end() and cancel(), of which one follows. `key`: of what else it is given.
+  // are end() and cancel(), of which one follows.
   class RunningFunction;
   static std::unique_ptr<RunningFunction> begin_function(const Operator& op,
                                                          const std::vector<c10::IValue>& inputs);
@@ -96,8 +95,14 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
     bool repeatable = false;     // whether its results may be recomputed from `call`
     bool is_mask = false;        // its result is kept as bits, in place of random numbers
     Step::Began began;           // empty without a step
-    // The tensors it writes, with their versions before.
-    c10::SmallVector<std::pair<at::Tensor, uint32_t>, 2> written;
+    struct Written {
+      at::Tensor tensor;
+      uint32_t version;                 // before
+      const c10::StorageImpl* storage;  // before: set_() gives the tensor another
+
+      bool has_other_storage() const { return storage_of(tensor) != storage; }
+    };
+    c10::SmallVector<Written, 2> written;
     std::vector<Writing> writing;  // the same, until they have new contents
     // What was made while an autograd.Function runs its forward; null: it is an operator's.
     std::unique_ptr<std::vector<std::shared_ptr<Content>>> made;
@@ -140,6 +145,7 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   void keep_mask(Recording& recording);
   void end_unrecorded(Recording& recording, const at::RecordFunction& function);
   void note_hidden_writes(const Operator& op, const at::RecordFunction& function);
+  void note_hidden_write(const at::Tensor& tensor);
   void before_write(const at::Tensor& tensor);
   Entry& renew(const at::Tensor& tensor);
   std::shared_ptr<Content> make_content(const at::Tensor& tensor, bool external);
@@ -179,9 +185,8 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   ska::flat_hash_map<const c10::StorageImpl*, Entry> table_;
   size_t sweep_at_ = 1024;  // size of table_ at which freed storages are removed
   std::shared_ptr<const checkpoint::Settings> settings_;  // of the operator recorded last
-  std::vector<Recording*> scopes_;   // autograd.Functions that run, innermost last
-  std::vector<Recording*> running_;  // recorded operators that run, innermost last
-  std::thread::id thread_;
+  std::vector<Recording*> scopes_;    // autograd.Functions that run, innermost last
+  std::vector<Recording*> running_;   // recorded operators that run, innermost last
   std::shared_ptr<Modules> modules_;  // null where they are not told apart, and once it is closed
   Tally tally_;
   int64_t recorded_ = 0, passed_ = 0;

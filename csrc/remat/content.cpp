@@ -150,6 +150,7 @@ c10::intrusive_ptr<c10::StorageImpl> Content::give_up() {
 void Content::come_back(c10::intrusive_ptr<c10::StorageImpl> memory) {
   become(is_away() ? State::kBack : State::kRecomputed);
   recomputed = memory;
+  given = c10::VariableVersion(0);
   made_on = current_stream(device);
   hold_alone(std::move(memory));
   ++fill;
@@ -167,6 +168,7 @@ void Content::hold_alone(c10::intrusive_ptr<c10::StorageImpl> memory) {
 }
 
 c10::intrusive_ptr<c10::StorageImpl> Content::memory() const {
+  if (is_changed()) return {};
   if (held && !is_lost()) return held;
   return recomputed ? recomputed->lock() : c10::intrusive_ptr<c10::StorageImpl>();
 }

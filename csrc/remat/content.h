@@ -181,7 +181,10 @@ struct Content : std::enable_shared_from_this<Content> {
   bool is_alone = false;  // only the block holds it, and it is counted there
   // The memory that it was recomputed into, which a node may use still when it is held no more.
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> recomputed;
-  uint64_t fill = 0;                  // how often it was recomputed
+  uint64_t fill = 0;  // how often it was recomputed, or brought back
+  // Of tensors on the memory that came back the latest time: who is given one may keep it, as
+  // autograd does that makes a gradient of it, and write there.
+  c10::VariableVersion given{c10::VariableVersion::DISABLED};
   uint64_t walk = 0;                  // the latest one over what contents need that came by
   int64_t unopened = 0;               // holders that have not opened the latest recompute
   std::shared_ptr<store::Away> away;  // in kLeaving, kAway and kBack
@@ -205,8 +208,8 @@ struct Content : std::enable_shared_from_this<Content> {
   c10::intrusive_ptr<c10::StorageImpl> give_up_again();
   // Holds memory that nobody else refers to. Needs the mutex.
   void hold_alone(c10::intrusive_ptr<c10::StorageImpl> memory);
-  // Its memory, held or still in use after a recompute; null where it has to be recomputed. Needs
-  // the mutex.
+  // Its memory, held or still in use after a recompute, with its values; null where it has to be
+  // recomputed. Needs the mutex.
   c10::intrusive_ptr<c10::StorageImpl> memory() const;
   void set_alone(bool now);  // needs the mutex
   // Whether nobody but the block could have its values still. Needs the mutex.
@@ -216,6 +219,8 @@ struct Content : std::enable_shared_from_this<Content> {
   bool held_by_block_alone() const;
   // Whether its values are gone: overwritten, without a copy or a recompute. Needs the mutex.
   bool is_lost() const { return overwritten && is_original() && !is_away(); }
+  // Whether the memory that came back has been written by who was given it. Needs the mutex.
+  bool is_changed() const { return fill > 0 && given.current_version() > 0; }
 
  private:
   State state_ = State::kOpen;

@@ -28,8 +28,8 @@ class Writer {
     const auto [found, is_new] = numbers_.try_emplace(op, static_cast<int32_t>(numbers_.size()));
     (*this)(found->second);
     if (!is_new) return;
-    (*this)(op == nullptr ? std::string() : op->handle.operator_name().name);
-    (*this)(op == nullptr ? std::string() : op->handle.operator_name().overload_name);
+    (*this)(op == nullptr ? std::string() : op->name.name);
+    (*this)(op == nullptr ? std::string() : op->name.overload_name);
   }
   template <typename List, typename Each>
   void list(const List& values, const Each& each) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
@@ -75,6 +76,17 @@ bool leaves_values_open(std::string_view name) {
                            "aten::_pin_memory", "aten::record_stream", "aten::_efficientzero"});
 }
 
+// Operators that write arguments, or read a file, of which their schemas are silent.
+bool has_unseen_effects(std::string_view name) {
+  static constexpr std::string_view names[] = {"aten::_native_batch_norm_legit",
+                                               "aten::_batch_norm_with_update",
+                                               "aten::batch_norm_update_stats",
+                                               "aten::batch_norm_gather_stats",
+                                               "aten::batch_norm_gather_stats_with_counts",
+                                               "aten::from_file"};
+  return std::find(std::begin(names), std::end(names), name) != std::end(names);
+}
+
 // Operators that fill a tensor without reading it.
 bool is_filling(std::string_view name) {
   static constexpr std::string_view names[] = {
@@ -135,7 +147,8 @@ bool is_heavy_name(std::string_view name) {
 }  // namespace
 
 Operator::Operator(const c10::OperatorName& name)
-    : handle(c10::Dispatcher::singleton().findSchemaOrThrow(name.name.c_str(),
+    : name(name),
+      handle(c10::Dispatcher::singleton().findSchemaOrThrow(name.name.c_str(),
                                                             name.overload_name.c_str())) {
   const bool is_in_place = !name.name.empty() && name.name.back() == '_';
   key = std::hash<std::string_view>()(
@@ -145,6 +158,7 @@ Operator::Operator(const c10::OperatorName& name)
   for (const auto& argument : handle.schema().arguments()) {
     const auto* alias = argument.alias_info();
     if (argument.name() == "generator") generator = writes.size();
+    if (argument.name() == "dropout_state") dropout_state = writes.size();
     // Its schema says that record_stream writes; it changes no value.
     const bool is_written = alias != nullptr && alias->isWrite() && !is_recorded_stream;
     writes.push_back(collective || is_written);
@@ -167,11 +181,10 @@ Operator::Operator(const c10::OperatorName& name)
   is_library = is_function ||
                (!collective && !any_writes && !is_torchs(name.name) &&
                 !starts_with(name.name, "memsave_ext::") && !may_communicate(handle.schema()));
-  is_repeatable = is_library || (is_known && !leaves_values_open(name.name) &&
-                                 name.name != "aten::_native_batch_norm_legit" &&
-                                 name.name != "aten::_batch_norm_with_update");
+  is_repeatable =
+      is_library || (is_known && !leaves_values_open(name.name) && !has_unseen_effects(name.name));
   for (const c10::DispatchKey key : c10::autocast_dispatch_keyset) {
-    if (is_library && !is_function && handle.hasKernelForDispatchKey(key)) casts = casts.add(key);
+    if (!is_function && handle.hasKernelForDispatchKey(key)) casts = casts.add(key);
   }
   is_heavy = !is_function && is_heavy_name(name.name);
   const auto& arguments = handle.schema().arguments();
@@ -206,15 +219,56 @@ void Operator::proved(uint64_t key) const {
   proofs()[this].insert(key);
 }
 
+void Operator::check_is_there() const {
+  TORCH_CHECK(!is_gone, "memsave_ext.remat: ", name.name,
+              " is to be computed again, but its library has been destroyed since the forward, as "
+              "where a torch.library.custom_op is defined once more. Run the forward again.");
+}
+
 void Operator::call(std::vector<c10::IValue>& stack) const {
   if (is_function) return call_function(stack);
   handle.callBoxed(stack);
 }
 
+namespace {
+
+Lock& all_mutex() {
+  static auto& mutex = *new Lock(LockOrder::kOperators);
+  return mutex;
+}
+
+// By the address of the schema's name.
+auto& all() {
+  static auto& operators = *new std::unordered_map<const char*, const Operator*>();
+  return operators;
+}
+
+std::atomic<uint64_t> gone{0};  // how many
+
+class Leaving final : public c10::OpRegistrationListener {
+ public:
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle& handle) override {
+    const std::lock_guard<Lock> lock(all_mutex());
+    const auto found = all().find(handle.schema().name().c_str());
+    if (found == all().end()) return;
+    found->second->is_gone = true;
+    all().erase(found);
+    ++gone;
+  }
+};
+
+}  // namespace
+
 const Operator* Operator::of(const at::RecordFunction& call) {
   // This thread's cache of look_up(), keyed by the address of the schema's name, which lives as
   // long as the operator.
   thread_local std::array<std::pair<const char*, const Operator*>, 256> recent{};
+  thread_local uint64_t recent_until = 0;
+  if (const uint64_t now = gone.load(std::memory_order_relaxed); now != recent_until) {
+    recent.fill({});
+    recent_until = now;
+  }
   const char* name = call.name();
   auto& [key, op] = recent[(reinterpret_cast<uintptr_t>(name) >> 4) % recent.size()];
   if (key != name) {
@@ -237,12 +291,22 @@ const Operator* Operator::look_up(const at::RecordFunction& call) {
 
 // `key`: the address of the schema's name.
 const Operator* Operator::look_up(const char* key, const c10::OperatorName& name) {
-  static Lock mutex(LockOrder::kOperators);
-  static auto& all = *new std::unordered_map<const char*, const Operator*>();
-  const std::lock_guard<Lock> lock(mutex);
-  const Operator*& op = all[key];
-  if (op == nullptr) op = new Operator(name);
-  return op;
+  {
+    const std::lock_guard<Lock> lock(all_mutex());
+    if (const auto found = all().find(key); found != all().end()) return found->second;
+  }
+  // The dispatcher, which is asked, calls Leaving under its own mutex.
+  auto made = std::make_unique<Operator>(name);
+  const std::lock_guard<Lock> lock(all_mutex());
+  const auto [found, is_new] = all().try_emplace(key, made.get());
+  if (is_new) made.release();  // NOLINT: never freed
+  return found->second;
+}
+
+void Operator::watch_libraries() {
+  static auto& listening = *new c10::RegistrationHandleRAII(
+      c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Leaving>()));
+  (void)listening;
 }
 
 }  // namespace memsave_ext::remat

@@ -13,8 +13,9 @@ namespace memsave_ext::remat {
 struct Operator {
   explicit Operator(const c10::OperatorName& name);
 
-  c10::OperatorHandle handle;
-  std::vector<bool> writes;  // by argument, from the schema; true for all of a collective's
+  c10::OperatorName name;
+  c10::OperatorHandle handle;  // of nothing once it is_gone
+  std::vector<bool> writes;    // by argument, from the schema; true for all of a collective's
   bool any_writes = false;
   // It only calls other operators, and those are recorded instead.
   bool is_composite = false;
@@ -34,12 +35,15 @@ struct Operator {
   bool is_library = false;
   // A user's autograd.Function, declared to be pure; see functions.h. It is a library's, too.
   bool is_function = false;
-  // Keys of autocast for which a library has a kernel: there it calls the operator once more.
+  // Keys of autocast that have a kernel: there it calls the operator, or another, once more.
   c10::DispatchKeySet casts;
   // It draws random numbers.
   bool is_random = false;
   // Position of its generator argument, if it has one.
   std::optional<size_t> generator;
+  // Position of the state that cuDNN's recurrent nets draw from and advance, of which their schemas
+  // do not say that it is written.
+  std::optional<size_t> dropout_state;
   bool makes_mask = false;  // it fills a tensor with zeros and ones (bernoulli_)
   // It writes without reading what was there.
   bool overwrites = false;
@@ -57,12 +61,16 @@ struct Operator {
   mutable std::atomic<double> seconds_per_byte{1};
   mutable std::atomic<int> measured{0};  // how many times
 
+  // Its library has been destroyed. One that is defined anew by this name is another operator.
+  mutable std::atomic<bool> is_gone{false};
   // Of a library's.
   mutable std::atomic<bool> has_failed{false};  // its proof, or differed when it was repeated
   mutable std::atomic<bool> draws{false};       // random numbers, of which its schema is silent
   // Whether a second run has given the same. `key`: of arguments, see key_of_arguments().
   bool is_proven(uint64_t key) const;
   void proved(uint64_t key) const;
+  // Throws where it is gone.
+  void check_is_there() const;
   // Calls it with these arguments, in whose place are its results then.
   void call(std::vector<c10::IValue>& stack) const;
 
@@ -70,6 +78,8 @@ struct Operator {
   static const Operator* of(const at::RecordFunction& call);
   // The same, by name. Throws where there is no such operator.
   static const Operator* named(const c10::OperatorName& name);
+  // Has torch tell which operators go. Called once.
+  static void watch_libraries();
 
  private:
   static const Operator* look_up(const at::RecordFunction& call);

@@ -81,11 +81,15 @@ class Recomputation {
   }
 
   // Returns the memory of a content if it is there, for use on the current stream.
-  static std::optional<c10::Storage> ready(const Content& content) {
+  static std::optional<c10::Storage> ready(Content& content) {
+    Freed freed;
     c10::intrusive_ptr<c10::StorageImpl> memory;
     std::optional<c10::Stream> made_on;
     {
       const std::lock_guard<Lock> lock(contents_mutex());
+      if (content.has_come_back() && content.is_changed()) {
+        freed.push_back(content.give_up_again());
+      }
       memory = content.memory();
       made_on = content.made_on;
     }
@@ -96,6 +100,7 @@ class Recomputation {
   }
 
   void run(Call& call) {
+    call.op->check_is_there();
     std::vector<c10::IValue> stack(call.arguments.begin(), call.arguments.end());
     // Memory that the operator writes: the content's own after its last use, or a copy.
     std::unordered_map<const Content*, c10::Storage> written;
@@ -179,13 +184,13 @@ class Recomputation {
         made.element < 0 ? value.toTensor() : value.toTensorList().get(made.element);
     if (!made.geometry.fits(tensor)) {
       call.op->has_failed = call.op->is_library;
-      checkpoint::throw_error("remat_other_result", call.op->handle.schema().name(),
-                              facts_of(made.geometry), facts_of(Geometry::of(tensor)));
+      checkpoint::throw_error("remat_other_result", call.op->name.name, facts_of(made.geometry),
+                              facts_of(Geometry::of(tensor)));
     }
     // A library's operator has given the same twice, which says nothing of what it depends on now.
     if (made.bits != 0 && made.bits != bits_of(tensor)) {
       call.op->has_failed = true;
-      checkpoint::throw_error("remat_other_values", call.op->handle.schema().name());
+      checkpoint::throw_error("remat_other_values", call.op->name.name);
     }
     return tensor;
   }

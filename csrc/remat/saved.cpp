@@ -14,6 +14,11 @@
 namespace memsave_ext::remat {
 namespace {
 
+// What autograd saves of its own results has a graph already, which would hold itself by it.
+at::Tensor without_graph(const at::Tensor& tensor) {
+  return tensor.is_leaf() ? tensor : tensor.detach();
+}
+
 class BlockSaved final : public checkpoint::Saved {
  public:
   BlockSaved(std::shared_ptr<Block> block, Block::Saving saving, const at::Tensor& tensor)
@@ -24,7 +29,7 @@ class BlockSaved final : public checkpoint::Saved {
         version_(tensor.unsafeGetTensorImpl()->version_counter()),
         noted_(checkpoint::version_of(tensor)),
         opened_(saving.fill) {
-    if (content_->external) tensor_ = tensor;
+    if (content_->external) tensor_ = without_graph(tensor);
   }
 
   ~BlockSaved() override {
@@ -41,7 +46,7 @@ class BlockSaved final : public checkpoint::Saved {
     if (block_->step()) block_->step()->recomputed();
     no_gil.reset();
     // Counts this holder as served: it does not ask again in this backward.
-    (void)open_held();
+    if (auto tensor = open_held()) return *tensor;
     return geometry_.view(std::move(storage));
   }
 
@@ -62,11 +67,13 @@ class BlockSaved final : public checkpoint::Saved {
     Freed freed;
     c10::intrusive_ptr<c10::StorageImpl> held;
     std::optional<c10::Stream> made_on;
+    c10::VariableVersion given;
     bool original, is_read_once;
     {
       const std::lock_guard<Lock> lock(contents_mutex());
-      held = content_->held ? content_->held : content_->memory();
+      held = content_->held && !content_->is_changed() ? content_->held : content_->memory();
       if (!held) return std::nullopt;
+      given = content_->given;
       original = content_->is_original();
       is_read_once =
           original || content_->is_away();  // and so speaks of the version it was saved as
@@ -91,8 +98,10 @@ class BlockSaved final : public checkpoint::Saved {
     // Of an original autograd's own rules speak: who saved it was ordered after it.
     if (!original) use_here(storage, made_on);
     at::Tensor tensor = geometry_.view(std::move(storage));
-    // Whoever is given it, a region for one, sees later changes of the memory by its version.
-    if (original && version_.enabled()) tensor.unsafeGetTensorImpl()->set_version_counter(version_);
+    // Whoever is given it, a region for one, sees later changes of the memory by its version; so is
+    // seen where he changes it.
+    const c10::VariableVersion& version = original ? version_ : given;
+    if (version.enabled()) tensor.unsafeGetTensorImpl()->set_version_counter(version);
     return tensor;
   }
 
@@ -121,7 +130,7 @@ class BlockSaved final : public checkpoint::Saved {
 class KeptSaved final : public checkpoint::Saved {
  public:
   explicit KeptSaved(const at::Tensor& tensor)
-      : tensor_(tensor), noted_(checkpoint::version_of(tensor)) {}
+      : tensor_(without_graph(tensor)), noted_(checkpoint::version_of(tensor)) {}
 
   at::Tensor open() override {
     const uint32_t now = checkpoint::version_of(tensor_);

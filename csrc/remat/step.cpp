@@ -50,7 +50,11 @@ Step::Step(Budget budget, bool may_pass)
       bytes_(budget.bytes),
       missing_(budget.is_limit() ? 0 : kNothingCounts) {}
 
-Step::~Step() { finish(); }
+Step::~Step() {
+  // It has not ended before: a backward of it has raised, of which no plan is to be made.
+  is_exact_ = false;
+  finish();
+}
 
 void Step::count(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gradients,
                  int64_t missing) {

@@ -66,7 +66,11 @@ class Copiers {
 
  private:
   Copiers() {
-    for (int i = 0; i < kThreads; ++i) std::thread([this] { run(); }).detach();
+    std::thread([this] { run(); }).detach();
+    try {
+      for (int i = 1; i < kThreads; ++i) std::thread([this] { run(); }).detach();
+    } catch (const std::system_error&) {  // there may be no more: one does
+    }
   }
 
   void run() {
@@ -281,7 +285,13 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
       into_ = std::move(memory);
       has_come_ = false;
     }
-    give_to_copiers(&InFile::read, &InFile::end_of_read, true);
+    try {
+      give_to_copiers(&InFile::read, &InFile::end_of_read, true);
+    } catch (...) {  // nobody is to wait for it
+      const std::lock_guard<Lock> lock(shared_->mutex);
+      into_.reset();
+      throw;
+    }
   }
 
   bool is_coming() override {
@@ -441,7 +451,7 @@ class FileStore final : public Store {
       shared_->out.add(kMeasured, clock_seconds() - begin);
       begin = clock_seconds();
       error = shared_->file.read(memory.data(), kMeasured, offset);
-      shared_->back.add(kMeasured, clock_seconds() - begin);
+      if (error == 0) shared_->back.add(kMeasured, clock_seconds() - begin);
     }
     shared_->file.give_back(offset, kMeasured);
   }

@@ -57,12 +57,18 @@ class Staged final : public Away {
       into_ = std::move(memory);
       into_on_ = stream;
     }
-    at::Tensor pinned;
-    {
-      const AsideOfSteps aside;
-      pinned = pinned_memory_of(bytes_);
+    try {
+      at::Tensor pinned;
+      {
+        const AsideOfSteps aside;
+        pinned = pinned_memory_of(bytes_);
+      }
+      in_file_->begin_back(pinned.storage());
+    } catch (...) {  // nobody is to wait for it
+      const std::lock_guard<Lock> lock(mutex_);
+      into_.reset();
+      throw;
     }
-    in_file_->begin_back(pinned.storage());
   }
 
   bool is_coming() override {

@@ -46,6 +46,30 @@ def unseen(x, change=lambda a: a * 3):
     return y
 
 
+def test_an_operator_that_is_gone():
+    """torch destroys the library of a custom_op that is defined once more, as in a notebook."""
+    w = torch.randn(16, 16, requires_grad=True)
+
+    def defined(factor):
+        def kernel(x: torch.Tensor) -> torch.Tensor:
+            return x * factor
+
+        return torch.library.custom_op("tried_again::op", kernel, mutates_args=())
+
+    op = defined(2)
+    for _ in range(2):
+        with everything() as block:
+            z = (op(w.detach()) * w).sum()
+        assert torch.equal(torch.autograd.grad(z, w, retain_graph=True)[0], w * 2)
+    op = defined(3)
+    assert "tried_again::op" in block.report()
+    with pytest.raises(RuntimeError, match="tried_again::op is to be computed again, but its lib"):
+        z.backward()
+    with everything():
+        z = (op(w.detach()) * w).sum()
+    assert torch.equal(torch.autograd.grad(z, w)[0], w * 3)
+
+
 def run(op, block, times=1):
     """A step in which what the operator makes is saved, and not only that."""
     w, x = LEAVES

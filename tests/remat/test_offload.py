@@ -150,6 +150,38 @@ def test_a_saved_value_that_was_changed_is_an_error_as_ever(half, inside):
         z.sum().backward()
 
 
+class OfAFunction(torch.autograd.Function):
+    """It saves what no operator is recorded for."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.cos())
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (cos,) = ctx.saved_tensors
+        many = torch.ones(32, *cos.shape)  # so that the peak is here
+        return grad * cos * many[0]
+
+
+def test_a_block_in_which_no_operator_is_recorded(tmp_path):
+    x = torch.randn(1 << 14, requires_grad=True)
+    expected = x
+    for _ in range(4):
+        expected = OfAFunction.apply(expected)
+    (expected,) = torch.autograd.grad(expected.sum(), x)
+    moved = 0
+    for _ in range(4):
+        with ms.remat(budget=0.5, offload=tmp_path) as block:
+            y = x
+            for _ in range(4):
+                y = OfAFunction.apply(y)
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+        moved += block.figures().moved_bytes
+    assert moved > 0
+
+
 def test_double_backward_and_retained_graphs(half):
     model, x = layers()
     x.requires_grad_()

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import run_threads
+from helpers import host_memory_grows, run_threads
 from remat_programs import check, everything, layers
 from torch import nn
 
@@ -26,6 +26,72 @@ def test_gradient_penalty():
         return torch.autograd.grad(loss, [x, *model.parameters()], allow_unused=True)
 
     check(program)
+
+
+class IsItsGradient(torch.autograd.Function):
+    """Its gradient is what it has saved, as in a fused loss."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.cos())
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("partly", [False, True])
+def test_a_gradient_that_was_a_saved_value_is_written(partly):
+    """Autograd takes it as it is. The next backward must not read it."""
+    x, other = torch.randn(64, requires_grad=True), torch.randn(64, requires_grad=True)
+    with remat(pure=[IsItsGradient], _everything=True) as block:
+        y = IsItsGradient.apply(x)
+        z = (y * other).sum()
+    for number in range(3):
+        x.grad = other.grad = None
+        if partly and number == 0:
+            y.backward(torch.ones_like(y), retain_graph=True)
+        else:
+            z.backward(retain_graph=True)
+        assert torch.equal(x.grad, x.detach().cos())
+        x.grad.zero_()
+    assert torch.equal(other.grad, x.detach().sin())
+    assert block.figures().dropped_bytes > 0
+
+
+def sparse():
+    values = torch.rand(1 << 14, requires_grad=True)
+    return torch.sparse_coo_tensor(torch.arange(1 << 14)[None], values, (1 << 14,)).sqrt()
+
+
+def jagged():
+    parts = [torch.rand(1 << 13, 1, requires_grad=True) for _ in range(2)]
+    return torch.nested.as_nested_tensor(parts, layout=torch.jagged).sigmoid()
+
+
+def graph_of_a_gradient():
+    x = torch.rand(1 << 14, requires_grad=True) * 0.5
+    return torch.autograd.grad(x.acos().sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant")
+@pytest.mark.parametrize("case", [sparse, jagged, graph_of_a_gradient, "changed in place"])
+def test_a_graph_that_no_backward_frees_goes_with_its_result(case):
+    buffers = [torch.rand(1 << 14) for _ in range(100)]
+
+    def made():
+        if callable(case):
+            return case()
+        return buffers.pop().mul_(torch.rand(1 << 14, requires_grad=True)).sigmoid_()
+
+    def run():
+        for _ in range(20):
+            with remat():
+                made()
+
+    run()
+    assert not host_memory_grows(run, 20 << 14)
 
 
 def test_parts_of_a_graph():

@@ -177,6 +177,47 @@ def test_a_tensor_that_is_given_other_memory():
     check(program)
 
 
+def test_a_tensor_that_is_given_the_memory_of_another():
+    w = nn.Parameter(torch.randn(8, 8))
+
+    def program(block):
+        with block():
+            y = w.sin().sin()
+            other = torch.empty(0).set_(w.detach())
+            z = (y * other).exp()
+        return torch.autograd.grad(z.sum(), w)
+
+    check(program)
+
+
+def test_statistics_that_an_operator_writes_unseen():
+    w, x = nn.Parameter(torch.randn(4)), torch.randn(8, 4, 3, 3)
+
+    def program(block):
+        mean, variance = torch.zeros(4), torch.ones(4)
+        with block():
+            of_batch, _ = torch.batch_norm_update_stats(x, mean, variance, 0.1)
+            y = (of_batch * w).exp() * (w * 2).sin()
+        return [*torch.autograd.grad(y.sum(), w), mean, variance]
+
+    check(program)
+
+
+def test_an_inner_block_writes_what_an_outer_one_needs():
+    w, x = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
+
+    def program(block):
+        y = x.clone()
+        with block():
+            z = (w + y).sin()  # what y was is needed to compute w + y again
+            with block():
+                y.mul_(2)
+                z = z + (w * y).exp()
+        return torch.autograd.grad(z.sum(), w)
+
+    check(program)
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_running_statistics_move_after_the_block(trains):
     w, x = nn.Parameter(torch.randn(8, 4)), torch.randn(8, 4)

@@ -47,6 +47,30 @@ def test_models(name):
     assert block._recorder.budget()["plan"] is not None
 
 
+def test_a_backward_that_raises_makes_no_plan():
+    model, x = residuals(4)
+    for number in range(4):
+        with ms.remat(model, ahead=False) as block:
+            loss = model(x).square().mean()
+        plan = block._recorder.budget()["plan"]
+        assert (plan is None) == (number < 3)
+        if number == 0:
+            model[1].conv.weight.register_hook(fails := Fails())
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+            fails.over = True
+        else:
+            loss.backward()
+
+
+class Fails:
+    over = False
+
+    def __call__(self, grad):
+        if not self.over:
+            raise ZeroDivisionError
+
+
 def test_the_plan_has_the_best_sum_of_time_and_memory():
     model, x = residuals()
     _, plain, _ = step(model, x)
