@@ -6,6 +6,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "checkpoint/outside.h"
 #include "checkpoint/rules.h"
 
 namespace memsave_ext::checkpoint {
@@ -17,21 +18,6 @@ namespace {
 constexpr int64_t kSmall = 4096;  // elements: an operation on them takes less than the exception
 constexpr uint64_t kShort = 2;    // operations
 
-void collect_nodes(PyObject* value, std::vector<Node*>& nodes) {
-  if (THPVariable_Check(value)) {
-    const auto& grad_fn = THPVariable_Unpack(value).grad_fn();
-    if (grad_fn) nodes.push_back(grad_fn.get());
-  } else if (PyDict_Check(value)) {
-    PyObject *key, *item;
-    Py_ssize_t position = 0;
-    while (PyDict_Next(value, &position, &key, &item)) collect_nodes(item, nodes);
-  } else if (PyTuple_Check(value) || PyList_Check(value)) {
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
-      collect_nodes(PySequence_Fast_GET_ITEM(value, i), nodes);
-    }
-  }
-}
-
 }  // namespace
 
 bool fills_after_saving(const Node& node) {
@@ -41,7 +27,10 @@ bool fills_after_saving(const Node& node) {
 bool last_save_is_filled_later(PyObject* outputs, uint64_t sequence_nr) {
   std::vector<Node*> pending;
   std::unordered_set<Node*> seen;
-  collect_nodes(outputs, pending);
+  for_each_tensor(outputs, [&](PyObject* tensor) {
+    if (const auto& made_by = THPVariable_Unpack(tensor).grad_fn())
+      pending.push_back(made_by.get());
+  });
   while (!pending.empty()) {
     Node* node = pending.back();
     pending.pop_back();

@@ -13,6 +13,7 @@
 
 #include "checkpoint/boundary.h"
 #include "checkpoint/call.h"
+#include "checkpoint/outside.h"
 
 namespace memsave_ext::checkpoint {
 
@@ -65,21 +66,12 @@ void check_not_transformed() {
   }
 }
 
-bool holds_tensor(PyObject* object) {
-  if (PyDict_Check(object)) {
-    PyObject *key, *value;
-    Py_ssize_t position = 0;
-    while (PyDict_Next(object, &position, &key, &value)) {
-      if (THPVariable_Check(value) || holds_tensor(value)) return true;
-    }
-    return false;
-  }
-  if (!PyTuple_Check(object) && !PyList_Check(object)) return false;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
-    PyObject* item = PySequence_Fast_GET_ITEM(object, i);
-    if (THPVariable_Check(item) || holds_tensor(item)) return true;
-  }
-  return false;
+// Of containers: a tensor itself holds none.
+bool holds_tensor(PyObject* output) {
+  if (THPVariable_Check(output)) return false;
+  bool holds = false;
+  for_each_tensor(output, [&](PyObject*) { holds = true; });
+  return holds;
 }
 
 void check_outputs(const FunctionResult& result) {
@@ -167,6 +159,7 @@ py::object call_and_look(const Arguments& arguments, const AutocastState& autoca
   const AutocastGuard uncached(autocast.without_cache());
   const RegionMark mark;
   const FunctionResult result = FunctionResult::of_call(arguments.function, arguments.inputs);
+  check_outputs(result);
   edge_list roots;
   std::vector<py::object> elements;
   for (size_t i = 0; i < result.size(); ++i) {

@@ -157,7 +157,39 @@ bool writes(const at::RecordFunction& operator_, size_t argument) {
   return alias != nullptr && alias->isWrite();
 }
 
+// Adds what an output holds: objects that live as long as it does.
+void add_inside(PyObject* object, std::vector<PyObject*>& found) {
+  if (PyTuple_Check(object) || PyList_Check(object)) {
+    PyObject** items = PySequence_Fast_ITEMS(object);
+    found.insert(found.end(), items, items + PySequence_Fast_GET_SIZE(object));
+  } else if (PyDict_Check(object)) {
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(object, &position, &key, &value)) found.push_back(value);
+  } else if (PyAnySet_Check(object)) {
+    for (const py::handle item : py::reinterpret_borrow<py::object>(object)) {
+      found.push_back(item.ptr());
+    }
+  } else if (is_record(object)) {
+    if (const py::object dict = dict_of(object)) add_inside(dict.ptr(), found);
+  }
+}
+
 }  // namespace
+
+void for_each_tensor(PyObject* output, const std::function<void(PyObject*)>& use) {
+  std::vector<PyObject*> pending = {output};
+  std::unordered_set<PyObject*> seen;
+  while (!pending.empty()) {
+    PyObject* object = pending.back();
+    pending.pop_back();
+    if (THPVariable_Check(object)) {
+      use(object);
+    } else if (!is_plain(object) && seen.insert(object).second) {
+      add_inside(object, pending);
+    }
+  }
+}
 
 void TensorWalk::visit(PyObject* object, PyObject* key, Py_ssize_t index) {
   if (object == nullptr || path_.size() > rules().deepest) return;

@@ -19,6 +19,11 @@
 
 namespace memsave_ext::checkpoint {
 
+// Calls `use` with each tensor in what a function has returned: itself, or those in dicts, tuples,
+// lists, sets, dataclasses and SimpleNamespace, nested, each of which is looked into once. Needs
+// the GIL.
+void for_each_tensor(PyObject* output, const std::function<void(PyObject*)>& use);
+
 // Visits, always in the same order, tensors in: tuples, lists, dicts, dataclasses and
 // SimpleNamespace, nested, unless they are very large; parameters, buffers and attributes of
 // modules, but not buffers of torch's norms in training, which do not read them; what functions and

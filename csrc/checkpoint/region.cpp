@@ -5,6 +5,7 @@
 #include <c10/core/AutogradState.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -385,6 +386,11 @@ void Region::recompute(const BackwardKey& key) {
   }
   Py_XDECREF(result);
   run.check(reads);
+  if (key.kind != BackwardKey::kGraphTask) return;
+  // What this backward does not ask for is of no use to a later one.
+  torch::autograd::Engine::get_default_engine().queue_callback([of = weak_from_this(), key] {
+    if (const auto region = of.lock()) region->forget(key);
+  });
 }
 
 // Keeps one position of a region alive.

@@ -1,6 +1,8 @@
 """CheckpointFunction: tensors that were not listed, and bad input."""
 
 import warnings
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,6 +108,29 @@ def test_keywords_are_refused():
 def test_it_is_not_instantiated():
     with pytest.raises(TypeError, match="CheckpointFunction.apply"):
         ms.CheckpointFunction()
+
+
+@dataclass
+class Output:
+    value: torch.Tensor
+
+
+HOLDERS = [
+    Output,
+    lambda tensor: SimpleNamespace(value=tensor),
+    lambda tensor: {tensor},
+    lambda tensor: [Output({"deep": tensor})],
+]
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("listed", [True, False])
+def test_objects_that_hold_tensors_are_refused(holder, listed):
+    w = leaf(2)
+    x = leaf(2) if listed else torch.ones(2)
+    with pytest.raises(TypeError, match="output 1 is a .* that holds tensors"):
+        apply(lambda a: (a * 2, holder(a * w)), 1, x)
+    apply(lambda a: (a * w, Output(3)), 1, leaf(2), w)  # one that holds none
 
 
 @pytest.mark.parametrize("output", [{"a": 1}, [[1]], ({"deep": [1]},)])

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..._leaves import hold_accumulators
 from .. import errors
 from .graph import check_not_computed_from_listed, find_unlisted, sequence_number
-from .outside import OutsideTensors, observed_reads
+from .outside import OutsideTensors, observed_reads, tensors_in
 from .stepped import Pending
 from .surroundings import AutocastState, Surroundings, forward_record_scope, uncached_autocast
 
@@ -71,12 +71,9 @@ def check_outputs(outputs: Sequence[Any]) -> None:
             raise errors.output_holds_tensors(i, output)
 
 
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (tuple, list)):
-        return False
-    return any(isinstance(item, Tensor) or _holds_tensor(item) for item in value)
+def _holds_tensor(output: Any) -> bool:
+    """Of containers: a tensor itself holds none."""
+    return not isinstance(output, Tensor) and any(True for _ in tensors_in(output))
 
 
 def alias_of(output: Tensor, inputs: Sequence[Tensor], outputs: Sequence[Any]) -> Tensor:
@@ -288,6 +285,7 @@ def _call_and_look(function: Callable[..., Any], inputs: list[Tensor], site: Cal
     mark = sequence_number()
     with uncached_autocast(AutocastState.capture()):
         result = call(function, inputs)
+    check_outputs(result.elements)
     roots = [e for e in result.elements if isinstance(e, Tensor) and e.requires_grad]
     errors.warn_unlisted(*site, find_unlisted(roots, (), mark))
     return result.rebuild(

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from .. import rules
 from ..errors import Unlisted
+from .outside import tensors_in
 
 
 def sequence_number() -> int:
@@ -78,7 +78,7 @@ def fills_after_saving(node: Any) -> bool:
 
 def any_fills_after_saving(outputs: Any, mark: int) -> bool:
     """Whether any node made since ``mark`` does so. (csrc asks about the last save only.)"""
-    pending = [o.grad_fn for o in tree_leaves(outputs) if isinstance(o, Tensor)]
+    pending = [output.grad_fn for output in tensors_in(outputs)]
     seen: set[Any] = set()
     while pending:
         node: Any = pending.pop()

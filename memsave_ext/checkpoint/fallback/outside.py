@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, ValuesView
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType, SimpleNamespace
@@ -96,6 +96,26 @@ def _walk(
             visit(part)
     elif _is_record(value):
         visit(getattr(value, "__dict__", {}))
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yields the tensors in what a function has returned: itself, or those in dicts, tuples, lists,
+    sets, dataclasses and SimpleNamespace, nested, each of which is looked into once."""
+    pending, seen = [output], set()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            yield value
+            continue
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if _is_record(value):
+            value = getattr(value, "__dict__", {})
+        if isinstance(value, dict):
+            value = value.values()
+        if isinstance(value, (tuple, list, set, frozenset, ValuesView)):
+            pending += value
 
 
 def _is_record(value: Any) -> bool:

@@ -24,6 +24,7 @@ from .stepped import Pending
 from .surroundings import ForwardRecord, Surroundings, forward_record_scope, uncached_autocast
 
 BackwardKey = tuple[str, int]
+_queue = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class Holder:
@@ -283,6 +284,10 @@ class _Region:
                     raise
                 finally:
                     self._recomputing_thread = None
+                if key[0] == "task":
+                    # What this backward does not ask for is of no use to a later one.
+                    forget = weakref.WeakMethod(self._forget)
+                    _queue(lambda: (method := forget()) and method(key))
             tensor = self._take(holder, key)
             if key[0] == "outside":  # nobody will come for the others
                 self._forget(key)
