@@ -6,7 +6,9 @@
 #include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/view_as_real.h>
 
+#include "adam/errors.h"
 #include "adam/state.h"
+#include "cuda_stream.h"
 #include "vector/dtype.h"
 
 namespace memsave_ext::adam {
@@ -74,6 +76,12 @@ void* Operands::of(const Tensor& tensor, const Tensor& like, bool changes) {
   return copy.mutable_data_ptr();
 }
 
+const float* Operands::number(const Tensor& of_one, c10::Device device) {
+  if (of_one.device() == device) return of_one.const_data_ptr<float>();
+  copies_.push_back({Tensor(), of_one.to(device)});
+  return copies_.back().copy.const_data_ptr<float>();
+}
+
 void Operands::write_back() {
   for (const auto& [original, copy] : copies_) {
     if (original.defined()) original.copy_(copy);
@@ -102,7 +110,7 @@ Item item_of(const Parameter& parameter, Operands& operands) {
   }
   item.position = parameter.position;
   item.options = &group.options;
-  if (group.lr.defined()) item.device_lr = group.lr.const_data_ptr<float>();
+  if (group.lr.defined()) item.device_lr = operands.number(group.lr, parameter.local.device());
   return item;
 }
 
@@ -121,10 +129,25 @@ void advance_on_cpu(const Tensor& step) {
   }
 }
 
+// Of a step on a device.
+void check_counts_on_host(const std::vector<Item>& items, const std::vector<Parameter*>& of_items,
+                          bool is_captured) {
+  for (size_t i = 0; i < items.size(); ++i) {
+    const Tensor& step = of_items[i]->state.step;
+    if (!step.defined() || !step.device().is_cpu()) continue;
+    TORCH_CHECK(items[i].skip == nullptr,
+                "memsave_ext: with a GradScaler the state 'step' of a parameter must be on the "
+                "parameter's device");
+    if (is_captured) throw_error("count_in_graph");
+  }
+}
+
 }  // namespace
 
 void advance_steps(std::vector<Item>& items, std::vector<Parameter*>& of_items,
-                   const Kernels& kernels, bool on_cpu, void* stream) {
+                   c10::Device device) {
+  const bool on_cpu = device.is_cpu();
+  if (!on_cpu) check_counts_on_host(items, of_items, is_capturing(device));
   std::vector<float*> steps;
   std::vector<const float*> skips;
   size_t kept = 0;
@@ -135,9 +158,6 @@ void advance_steps(std::vector<Item>& items, std::vector<Parameter*>& of_items,
     if (!step.defined()) {
       item.step = 0;
     } else if (step.device().is_cpu()) {
-      TORCH_CHECK(on_cpu || item.skip == nullptr,
-                  "memsave_ext: with a GradScaler the state 'step' of a parameter must be on the "
-                  "parameter's device");
       advance_on_cpu(step);
       item.step = read_on_cpu(step);
     } else {
@@ -151,7 +171,8 @@ void advance_steps(std::vector<Item>& items, std::vector<Parameter*>& of_items,
   items.resize(kept);
   of_items.resize(kept);
   if (steps.empty()) return;
-  kernels.advance(steps.data(), skips.data(), static_cast<int64_t>(steps.size()), stream);
+  kernels_for(device).advance(steps.data(), skips.data(), static_cast<int64_t>(steps.size()),
+                              stream_of(device));
 }
 
 void Factors::find(std::vector<Item>& items, c10::ArrayRef<Parameter*> parameters,

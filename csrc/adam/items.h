@@ -33,6 +33,9 @@ class Operands {
   void* read(const at::Tensor& tensor, const at::Tensor& like) { return of(tensor, like, false); }
   void* change(const at::Tensor& tensor, const at::Tensor& like) { return of(tensor, like, true); }
 
+  // A number, on a device that is not its own by a copy.
+  const float* number(const at::Tensor& of_one, c10::Device device);
+
   // Copies what kernels wrote into copies back to the tensors given to change().
   void write_back();
 
@@ -50,9 +53,9 @@ class Operands {
 Item item_of(const Parameter& parameter, Operands& operands);
 
 // Advances the step counts, and sets in each item the number of the step it makes. On CPUs, removes
-// the items that are skipped, and their parameters.
-void advance_steps(std::vector<Item>& items, std::vector<Parameter*>& of_items,
-                   const Kernels& kernels, bool on_cpu, void* stream);
+// the items that are skipped, and their parameters. Throws before it has advanced any where a count
+// on the host cannot be used.
+void advance_steps(std::vector<Item>& items, std::vector<Parameter*>& of_items, c10::Device device);
 
 // How gradients are scaled. Scalars on their device: `factor` is a double, the others are floats.
 // Each is undefined where it does not apply. `factor` and `skip` may also be vectors, with an

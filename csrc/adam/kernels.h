@@ -28,7 +28,7 @@ struct Item {
   int64_t first_block;       // of its first element in the parameter, in units of kBlock
   double step;               // the number of this step, from 1; 0 where steps are not counted
   const float* device_step;  // on CUDA: read there in place of `step`, where not null
-  const float* device_lr;    // on CUDA: read there in place of options->lr, where not null
+  const float* device_lr;    // read there in place of options->lr, where not null
   const double* factor;      // the gradient is multiplied by it; null: by 1
   const float* skip;         // the item is skipped where this is not 0; may be null
   const Options* options;

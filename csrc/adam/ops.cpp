@@ -50,7 +50,7 @@ void run_kernels(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
   for (const Parameter* parameter : parameters) items.push_back(item_of(*parameter, operands));
   Factors factors(kernels, device, stream);
   factors.find(items, parameters, scaling);
-  advance_steps(items, of_items, kernels, device.is_cpu(), stream);
+  advance_steps(items, of_items, device);
   kernels.step(items.data(), static_cast<int64_t>(items.size()), stream);
   operands.write_back();
   for (const Parameter* parameter : of_items) {

@@ -55,14 +55,12 @@ StepInRows::StepInRows(const Parameter& parameter)
   }
   const auto device = param_.device();
   const c10::DeviceGuard on_device(device);
-  Operands operands;
   Parameter advanced = parameter;
-  std::vector<Item> items = {item_of(parameter, operands)};
+  std::vector<Item> items = {item_of(parameter, operands_)};
   std::vector<Parameter*> of_items = {&advanced};
-  advance_steps(items, of_items, kernels_for(device), device.is_cpu(), stream_of(device));
+  advance_steps(items, of_items, device);
   whole_ = items.front();
   whole_.options = &group_.options;
-  if (group_.lr.defined()) whole_.device_lr = group_.lr.const_data_ptr<float>();
   torch::autograd::impl::bump_version(param_);
   checkpoint::note_step(param_, parameter.position);
 }

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "adam/items.h"
 #include "adam/kernels.h"
 #include "adam/parameter.h"
 
@@ -29,6 +30,7 @@ class StepInRows {
   const at::Tensor param_;
   const State state_;  // keeps the memory that the item points to
   const Group group_;
+  Operands operands_;
   Item whole_;
 };
 

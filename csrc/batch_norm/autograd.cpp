@@ -256,7 +256,7 @@ struct ForwardNode : SavingNode {
     const bool create_graph = at::GradMode::is_enabled();
     const at::NoGradGuard no_grad;
     const Tensor sums = sums_op(args)[0];
-    const Tensor count = at::full({1}, args.input.numel() / args.input.size(1), sums.options());
+    const Tensor count = at::full({1}, args.count(), sums.options());
     const Tensor total = sum_over_group(at::cat({sums.flatten(), count}), *args.group);
     const int64_t channels = args.input.size(1);
     args.means =

@@ -42,6 +42,13 @@ def impossible(reason: str, stepped: int) -> RuntimeError:
     return RuntimeError(f"memsave_ext: {_REASONS[reason].format(stepped=stepped)}")
 
 
+def count_in_graph() -> RuntimeError:
+    return RuntimeError(
+        "memsave_ext: the state 'step' is on the host, where a CUDA graph does not count it: each "
+        "replay would be the same step. Make the optimizer with capturable=True."
+    )
+
+
 def two_norms() -> ValueError:
     return ValueError(
         "use either max_grad_norm, which clips each parameter's gradient, or clip_global_norm or "

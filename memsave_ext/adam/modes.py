@@ -422,7 +422,8 @@ def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) 
         state["param_rest"] = state["param_rest"].to(low_part, copy=True)
     made = formats.made_state_format(param, group, takes_blocks(param))
     if "step" not in state and needs_step(param, group, made):
-        state["step"] = torch.ones((), device=param.device)  # torch's SGD does not count
+        # torch's SGD does not count.
+        state["step"] = torch.ones((), dtype=torch.float32, device=param.device)
     states = formats.state_format(formats.state_option(group))
     if states is None or states.dtype is None or first is None:
         return

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..shared.dtensor import local_tensor
 from . import kahan, modes
 from .elsewhere import place_of, put_state, put_states
+from .own_optimizer import step_of
 from .rules import rule_of
 from .states import sizes_of_states
 from .step_in_backward import BUCKET_BYTES, SMALL_BYTES, InBackward
@@ -137,7 +138,8 @@ class Native(InBackward):
         """
         self._check_step(closure)
         if self.defaults.get("differentiable"):
-            return super().step(closure)
+            # Without torch's step hooks, which this method has around itself.
+            return step_of(super(Native, type(self)))(self, closure)
         return self._close_step(closure)
 
     # ---- saving and loading ----

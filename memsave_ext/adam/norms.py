@@ -64,7 +64,7 @@ class FoundInf(_PerStream):
         """Returns the one that work on the current stream sets to 1 during this step."""
         found = self.here(device)
         if found is None:
-            self.set_here(found := torch.zeros((), device=device))
+            self.set_here(found := torch.zeros((), dtype=torch.float32, device=device))
         return found
 
     def take(self) -> list[Tensor]:

@@ -98,7 +98,7 @@ def scale(
             used.append(skip is None or not skip.item())
             grad.mul_(factor)
             continue
-        found = torch.zeros((), device=grad.device)
+        found = torch.zeros((), dtype=torch.float32, device=grad.device)
         if grad_scale is not None:
             inverse = grad_scale.double().reciprocal().float()  # as GradScaler.unscale_()
             torch._amp_foreach_non_finite_check_and_unscale_([grad], found, inverse)

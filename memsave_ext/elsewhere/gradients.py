@@ -105,7 +105,7 @@ def step_in_parts(params: Iterable[Tensor], step: Callable[[], int]) -> int:
     """Calls ``step`` for a part of the parameters after the other.
 
     In each call only these have gradients, and they are in memory. Afterwards all have theirs
-    again.
+    again; where it raises, those that have not been stepped.
 
     Returns:
         The sum of what ``step`` has returned.
@@ -113,7 +113,7 @@ def step_in_parts(params: Iterable[Tensor], step: Callable[[], int]) -> int:
     grads = [(param, param.grad) for param in params if param.grad is not None]
     for param, _ in grads:
         param.grad = None
-    stepped = 0
+    stepped = done = 0
     try:
         parts = _parts(grads)
         for i, part in enumerate(parts):
@@ -125,6 +125,10 @@ def step_in_parts(params: Iterable[Tensor], step: Callable[[], int]) -> int:
             stepped += step()
             for param, _ in part:
                 param.grad = None
+            done += len(part)
+    except BaseException:
+        del grads[:done]  # the next step must not use them again
+        raise
     finally:
         for param, grad in grads:
             param.grad = grad

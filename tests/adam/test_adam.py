@@ -282,6 +282,18 @@ def test_differentiable_runs_torchs():
     )
 
 
+@pytest.mark.parametrize("kind", [ms.Adam, ms.SGD])
+def test_step_hooks_of_differentiable_run_once(kind):
+    torch.optim.Adam([torch.ones(1)]), torch.optim.SGD([torch.ones(1)])  # torch hooks their step()
+    value = torch.ones(3, requires_grad=True).clone()
+    optimizer, seen = kind([value], lr=0.1, differentiable=True), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    value.grad = torch.ones(3)
+    optimizer.step()
+    assert seen == ["before", "after"]
+
+
 def test_grad_scaler_unscales():
     """torch's fused optimizers are handed the scale instead, which this one would ignore."""
     nets = model(), model()

@@ -105,6 +105,31 @@ def test_on_a_stream_of_its_own_without_synchronising():
     assert all(p.isfinite().all() for p in net.parameters())
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_count_on_the_host_is_not_captured(in_backward):
+    net = model().cuda()
+    optimizer = ms.AdamW(net.parameters(), lr=1e-3, in_backward=in_backward)
+    x = torch.randn(16, 64, device="cuda")
+
+    def step():
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    before = [int(state["step"]) for state in optimizer.state.values()]
+    with (
+        pytest.raises(RuntimeError, match="capturable=True"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        step()
+    assert [int(state["step"]) for state in optimizer.state.values()] == before
+
+
 def test_a_captured_training_step():
     nets = model().cuda(), model().cuda()
     lr = torch.tensor(1e-3, device="cuda")

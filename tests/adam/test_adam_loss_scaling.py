@@ -163,6 +163,42 @@ def test_gradients_that_were_unscaled_by_hand():
     assert_close_to(params, exact)
 
 
+@both_ways
+def test_another_default_dtype(in_backward):
+    slopes = torch.randn(3, 8)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            param = nn.Parameter(torch.zeros(8, dtype=torch.float32))
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            optimizer = ms.Adam([param], grad_scaler=scaler, in_backward=in_backward)
+            for slope in slopes:
+                scaler.scale((param * slope).sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        results.append(param)
+    assert torch.equal(*results) and results[0].all()
+
+
+@both_ways
+def test_finite_doubles_whose_squares_are_not(in_backward):
+    """torch's scaler steps: it asks for values that are not finite."""
+    params = [nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=100)
+    ours = ms.SGD(params[:1], lr=1e-200, grad_scaler=scaler, in_backward=in_backward)
+    theirs = torch.optim.SGD(params[1:], lr=1e-200)
+    for param, optimizer in zip(params, (ours, theirs), strict=True):
+        scaler.scale((param * 1e200).sum()).backward()
+        scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(*params) and params[0].abs().max() < 0.5
+    assert scaler.get_scale() == 2.0
+
+
 def test_a_disabled_grad_scaler_is_none():
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     params, optimizer = make(in_backward=True, grad_scaler=scaler)

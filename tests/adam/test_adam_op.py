@@ -34,6 +34,22 @@ def test_opcheck_of_the_sum_of_squares():
     opcheck(ops.adam_sum_of_squares.default, ([torch.randn(3, 4), torch.randn(0), torch.ones(())],))
 
 
+def test_a_tensor_takes_the_place_of_the_learning_rate():
+    for lr in (0.1, 0.2):  # of one group, step after step
+        by_number, by_tensor = (tensors(torch.float32) for _ in range(2))
+        for ours, theirs in zip(by_tensor, by_number, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                a.copy_(b)
+        for lists, options in (
+            (by_number, {"lr": lr}),
+            (by_tensor, {"lr": 0.0, "tensor_lr": torch.tensor(lr)}),
+        ):
+            by_position, by_name = call(lists, True, True, False)
+            ops.adam_step_(*by_position, **{**by_name, **options})
+        for ours, theirs in zip(by_tensor[0], by_number[0], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
 def test_versions_are_bumped():
     lists = tensors(torch.float32)
     before = [t._version for t in lists[0]]

@@ -19,6 +19,7 @@ from torch import nn
 from torch_operators import op_db
 
 import memsave_ext as ms
+from memsave_ext.elsewhere import gradients
 from memsave_ext.elsewhere.gradient import GradientElsewhere
 from memsave_ext.elsewhere.gradients import Gradients
 from memsave_ext.store import kept
@@ -528,6 +529,30 @@ def test_a_step_that_raises_leaves_all_gradients(tmp_path):
     net[4].weight.grad = before[4]
     for p, grad in zip(net.parameters(), before, strict=True):
         assert torch.equal(p.grad, grad)
+
+
+def test_what_was_stepped_before_a_step_raised_is_not_stepped_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(gradients, "_PART", 1)  # each parameter by itself
+    net, plain = network(), network()
+    optimizer = ms.AdamW(net.parameters(), lr=1e-3, grads_on=tmp_path)
+    other = ms.AdamW(plain.parameters(), lr=1e-3)
+    for of, by in ((net, optimizer), (plain, other)):
+        backward(of)
+        by.step()
+        by.zero_grad()
+        backward(of)
+    state = optimizer.state[net[4].weight]
+    right = state["exp_avg"]
+    state["exp_avg"] = right.half()  # what step() refuses
+    with pytest.raises(RuntimeError, match="exp_avg"):
+        optimizer.step()
+    state["exp_avg"] = right
+    stepped = [p.grad is None for p in net.parameters()]
+    assert any(stepped) and not all(stepped)
+    optimizer.step()
+    other.step()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 def test_models_in_several_threads(tmp_path):

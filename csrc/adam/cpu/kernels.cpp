@@ -16,22 +16,23 @@ namespace {
 
 constexpr int64_t kGrain = 32768;  // elements; fewer are not worth a thread
 
-Coefficients<double> coefficients_of(const Options& o, double step, double factor) {
-  if (is_sgd(o.rule)) return coefficients<Rule::kMomentum>(o, o.lr, step, {}, factor);
-  if (o.rule == Rule::kLion) return coefficients<Rule::kLion>(o, o.lr, step, {}, factor);
-  return coefficients<Rule::kAdam>(o, o.lr, step, powers(o, step), factor);
+Coefficients<double> coefficients_of(const Options& o, double lr, double step, double factor) {
+  if (is_sgd(o.rule)) return coefficients<Rule::kMomentum>(o, lr, step, {}, factor);
+  if (o.rule == Rule::kLion) return coefficients<Rule::kLion>(o, lr, step, {}, factor);
+  return coefficients<Rule::kAdam>(o, lr, step, powers(o, step), factor);
 }
 
 // Caches the coefficients of the last few items, which alternate between parameter groups.
 class RecentCoefficients {
  public:
   const Coefficients<double>& of(const Item& item) {
-    const Key key = {item.options, item.step, item.factor != nullptr ? *item.factor : 1};
+    const double lr = item.device_lr != nullptr ? *item.device_lr : item.options->lr;
+    const Key key = {item.options, lr, item.step, item.factor != nullptr ? *item.factor : 1};
     for (const Entry& entry : entries_) {
       if (entry.key == key) return entry.values;
     }
     Entry& entry = entries_[next_++ % kEntries];
-    entry = {key, coefficients_of(*key.options, key.step, key.factor)};
+    entry = {key, coefficients_of(*key.options, key.lr, key.step, key.factor)};
     return entry.values;
   }
 
@@ -40,11 +41,13 @@ class RecentCoefficients {
 
   struct Key {
     const Options* options = nullptr;
+    double lr;
     double step;
     double factor;
 
     bool operator==(const Key& other) const {
-      return options == other.options && step == other.step && factor == other.factor;
+      return options == other.options && lr == other.lr && step == other.step &&
+             factor == other.factor;
     }
   };
 

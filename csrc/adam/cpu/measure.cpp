@@ -34,8 +34,14 @@ void sum_chunks(const Item* item, int64_t begin, int64_t end, double* sums) {
   }
 }
 
-void conclude(const Measure& measure, int64_t item, double square) {
-  const bool finite = std::isfinite(square);
+// Whether all values are, of which the sum of squares is this; that of large doubles is not.
+bool is_finite(const Item& item, double square) {
+  if (std::isfinite(square) || item.param_type != DType::kDouble) return std::isfinite(square);
+  const auto* const grad = static_cast<const double*>(item.grad);
+  return std::all_of(grad, grad + item.numel, [](double value) { return std::isfinite(value); });
+}
+
+void conclude(const Measure& measure, int64_t item, double square, bool finite) {
   const double scale = measure.grad_scale != nullptr ? *measure.grad_scale : 1;
   double factor = 1 / scale;
   if (measure.max_norm != 0) factor *= clip_factor(std::sqrt(square) / scale, measure.max_norm);
@@ -55,7 +61,7 @@ void measure(const Item* items, int64_t count, const Measure& measure, void* wor
   for (int64_t i = 0; i < count; ++i) {
     double square = 0;
     for (int64_t chunk = 0; chunk < chunks_of(items[i]); ++chunk) square += *sums++;
-    conclude(measure, i, square);
+    conclude(measure, i, square, is_finite(items[i], square));
   }
 }
 

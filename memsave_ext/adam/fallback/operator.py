@@ -349,6 +349,7 @@ def _scaling(
     if grad_scale is None:
         return by, False
     assert found_inf is not None
-    if skips := not bool(squared.isfinite()):
+    # The squares of large doubles are not finite, either.
+    if skips := not (bool(squared.isfinite()) or bool(plain(p.grad).isfinite().all())):
         found_inf.fill_(1)
     return by, skips

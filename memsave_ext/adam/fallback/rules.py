@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.function import note_step
+from .. import errors
 from ..elements import plain, real
 from ..precise import fused, square_root, wide
 from ..rules import LION, is_adam, rule_of
@@ -52,6 +53,8 @@ def _update(
 ) -> None:
     step = state.get("step")
     if step is not None:
+        if param.is_cuda and not step.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise errors.count_in_graph()
         step.add_(1)
     if param.numel() == 0:
         torch.autograd.graph.increment_version(param)
