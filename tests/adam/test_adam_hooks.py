@@ -89,11 +89,17 @@ def test_parameters_replaced_by_assignment_are_an_error():
 
 def test_steps_without_gradients_are_nothing():
     params, optimizer = make()
+    before = values(params)
     optimizer.step()
     optimizer.step()
+    assert all(map(torch.equal, params, before)) and not any(map(optimizer.state.get, params))
     loss(params).backward()
+    once = values(params)
+    assert not any(map(torch.equal, params, before))
     optimizer.step()
     optimizer.step()
+    assert all(map(torch.equal, params, once))
+    assert [int(optimizer.state[p]["step"]) for p in params] == [1] * len(params)
 
 
 def test_deepcopy_of_a_parameter_alone_has_no_hook():

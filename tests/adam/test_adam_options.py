@@ -134,9 +134,19 @@ def test_removed_later(name, in_backward):
 
 
 def test_numbers_of_other_libraries():
+    def stepped(kind, **options):
+        p = nn.Parameter(torch.ones(5))
+        optimizer = kind([p], **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            p.square().sum().backward()
+            optimizer.step()
+        return p
+
     for lr in (np.float32(0.1), np.float64(0.1), np.array(0.1), torch.tensor(0.1), 1, True):
-        p = param()
-        ms.Adam([p], lr=lr, amsgrad=np.bool_(True), betas=[np.float64(0.9), 0.99])
+        ours = stepped(ms.Adam, lr=lr, amsgrad=np.bool_(True), betas=[np.float64(0.9), 0.99])
+        theirs = stepped(torch.optim.Adam, lr=float(lr), amsgrad=True, betas=(0.9, 0.99))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_float32_states_by_name():

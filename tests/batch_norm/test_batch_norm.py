@@ -137,11 +137,18 @@ def test_state_dict_and_repr(kind):
 
 
 def test_a_state_dict_from_before_num_batches_tracked():
-    bn = ms.BatchNorm2d(4)
-    old = {k: v for k, v in bn.state_dict().items() if k != "num_batches_tracked"}
-    old = type(bn.state_dict())(old)
-    old._metadata = {"": {"version": 1}}
-    bn.load_state_dict(old)
+    trained = ms.BatchNorm2d(4)
+    trained(torch.randn(2, 4, 3, 3))
+    old = trained.state_dict()
+    del old["num_batches_tracked"]
+    old._metadata[""]["version"] = 1
+    ours, theirs = ms.BatchNorm2d(4), torch.nn.BatchNorm2d(4)
+    for bn in (ours, theirs):
+        bn(torch.randn(2, 4, 3, 3))
+        bn.load_state_dict(old)
+    assert_same_buffers(ours, theirs)
+    assert int(ours.num_batches_tracked) == int(theirs.num_batches_tracked)
+    assert torch.equal(ours.running_mean, trained.running_mean)
 
 
 def test_repr_of_an_activation():

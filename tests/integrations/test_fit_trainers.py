@@ -631,18 +631,21 @@ def test_lightnings_search_of_a_rate():
 
 @pytest.mark.parametrize("technique", [IN_BACKWARD, SMALL])
 def test_lightning_again_and_resumed(technique, tmp_path):
-    whole, _ = lightning(lightning_fit(technique=technique), max_epochs=2)
+    def net_without_dropout():  # Lightning saves no random state, which dropout draws from
+        net = Net()
+        for block in net.blocks:
+            del block[2]
+        return net
+
+    whole, _ = lightning(lightning_fit(technique=technique), net_without_dropout(), max_epochs=2)
     callback = lightning_fit(technique=technique)
-    net, trainer = lightning(callback)
+    net, trainer = lightning(callback, net_without_dropout())
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     saved = torch.load(tmp_path / "one.ckpt", weights_only=False)
     assert {*saved["optimizer_states"][0]["state"][0]} == {"step", "exp_avg", "exp_avg_sq"}
     again, _ = lightning(callback, net, max_epochs=2, resume=tmp_path / "one.ckpt")
     assert again is net and len(net.losses) == 10
-    # Lightning saves no random state, which dropout draws from.
-    assert [loss.item() for loss in net.losses] == pytest.approx(
-        [loss.item() for loss in whole.losses], rel=0.3
-    )
+    assert net.losses == whole.losses
     callback.fitted.undo()
     assert not any("forward" in vars(m) or "training_step" in vars(m) for m in net.modules())
 
@@ -702,14 +705,14 @@ def test_accelerate(case, technique):
         loops.append(loop.run())
         assert not scaler or not loop.optimizer.step_was_skipped
     plain, loop = loops
-    close = pytest.approx(plain.losses, rel=0.1)
+    close = pytest.approx(plain.losses, rel=0.01)
     assert loop.losses == (plain.losses if technique != SMALL else close)
     assert type(loop.optimizer.optimizer).__name__ == "AdamW"
     fitted.undo()
     assert type(loop.optimizer.optimizer) is torch.optim.AdamW
     loop.run()
     plain.run()
-    close = pytest.approx(plain.losses, rel=0.3)
+    close = pytest.approx(plain.losses, rel=0.01)
     assert loop.losses == (plain.losses if technique != SMALL else close)
 
 

@@ -802,7 +802,7 @@ def test_micro_batches():
     )  # fmt: skip
     loop.run(3, micro_batches=4)
     assert_same(loop, plain)
-    assert fitted.measured is None or fitted.measured <= 1.02 * fitted.predicted
+    assert not NATIVE or fitted.measured <= 1.02 * fitted.predicted
     one = Loop().fit("optimizer in backward").predicted
     assert Loop().fit("optimizer in backward", micro_batches=2).predicted > one
 
@@ -851,7 +851,7 @@ def test_on_each_device(device):
         fitted = loop.fit(technique) if technique else None
         losses.append(loop.run(2).losses)
     assert losses[1] == losses[0]
-    assert fitted.measured is None or fitted.measured <= 1.05 * fitted.predicted
+    assert not NATIVE or fitted.measured <= 1.05 * fitted.predicted
 
 
 @pytest.mark.once
