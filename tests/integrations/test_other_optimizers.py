@@ -15,13 +15,20 @@ import memsave_ext as ms
 OTHERS = {
     "optimi": ["Adam", "AdamW", "SGD", "Lion", "Adan", "RAdam", "Ranger", "StableAdamW"],
     "bitsandbytes.optim": [
-        "Adam8bit", "AdamW8bit", "PagedAdamW8bit", "AdamW32bit", "Lion8bit", "AdEMAMix8bit",
-        "LAMB",
+        "Adam8bit", "AdamW8bit", "PagedAdamW8bit", "AdEMAMix8bit", "Lion8bit", "SGD8bit",
+        "RMSprop8bit", "Adam32bit", "AdamW32bit", "AdEMAMix", "Lion32bit", "SGD32bit",
+        "RMSprop32bit", "Adagrad", "LAMB", "LARS",
     ],
     "schedulefree": ["AdamWScheduleFree", "SGDScheduleFree"],
     "pytorch_optimizer": ["AdaBelief", "Lion", "SOAP", "Shampoo", "ADOPT", "StableAdamW", "Adan"],
-    "timm.optim": ["AdamP", "Adan", "Lion", "LaProp", "MADGRAD", "Mars", "NovoGrad"],
+    "timm.optim": [
+        "AdamP", "Adan", "Adopt", "AdaBelief", "Lion", "LaProp", "MADGRAD", "Mars", "Muon",
+        "NAdamW", "NvNovoGrad", "SGDP",
+    ],
 }  # fmt: skip
+MOMENTUM = ("SGD8bit", "SGD32bit", "LARS")  # bitsandbytes' want one
+# Of pytorch_optimizer: what draws random numbers, which fall differently.
+RANDOM = {"Alice", "Gravity", "Kron"}
 # Where triton is, and nothing that it can compile for.
 WITHOUT_GPU = importlib.util.find_spec("triton") is not None and not torch.cuda.is_available()
 REFUSED = {"prodigyopt": ["Prodigy"], "timm.optim": ["Lamb"], "pytorch_optimizer": ["DAdaptAdam"]}
@@ -37,18 +44,33 @@ def model():
 
 
 def made(package, name, net):
-    if importlib.util.find_spec(package.partition(".")[0]) is None:
-        pytest.skip(f"{package} is not installed")
-    try:
-        kind = getattr(library(package), name)
-    except AttributeError:
-        pytest.skip(f"{package} has no {name}")
-    optimizer = kind(net.parameters(), lr=0.01)
+    kind = getattr(library(package), name)
     if (package, name) == ("optimi", "StableAdamW") and WITHOUT_GPU:
         pytest.skip("it asks triton, where there is one, for a GPU")
+    momentum = {"momentum": 0.9} if name in MOMENTUM else {}
+    optimizer = kind(net.parameters(), lr=0.01, **momentum)
     if package == "schedulefree":
         optimizer.train()
     return optimizer
+
+
+def train(net, optimizer):
+    for step in range(4):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+        (net(x) - 1).square().mean().backward()
+        yield
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_steps_alike(nets, optimizers):
+    """The first of the optimizers steps in backward."""
+    for _ in train(nets[0], optimizers[0]):
+        assert all(p.grad is None for p in nets[0].parameters())
+    for _ in train(nets[1], optimizers[1]):
+        pass
+    for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize(("package", "name"), each(OTHERS))
@@ -56,15 +78,28 @@ def test_other_packages(package, name):
     nets = model(), model()
     optimizers = [made(package, name, net) for net in nets]
     ms.in_backward(optimizers[0], small_bytes=1 << 12)
-    for step in range(4):
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            (net(x) - 1).square().mean().backward()
-            assert optimizer is optimizers[1] or all(p.grad is None for p in net.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
-    for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_steps_alike(nets, optimizers)
+
+
+@pytest.mark.once
+@pytest.mark.filterwarnings("ignore")  # the package's own
+def test_each_of_pytorch_optimizer_is_refused_or_steps_alike():
+    everything = library("pytorch_optimizer.optimizer").OPTIMIZERS
+    stepped = []
+    for name, kind in sorted({kind.__name__: kind for kind in everything.values()}.items()):
+        nets = model(), model()
+        try:
+            optimizers = [kind(net.parameters(), lr=0.01) for net in nets]
+        except Exception:
+            continue  # it needs more arguments
+        try:
+            ms.in_backward(optimizers[0], small_bytes=1 << 12)
+        except ValueError:
+            continue
+        if name not in RANDOM:
+            assert_steps_alike(nets, optimizers)
+            stepped.append(name)
+    assert len(stepped) == 92  # docs/adam/any_optimizer.md
 
 
 @pytest.mark.parametrize(("package", "name"), each(REFUSED))
