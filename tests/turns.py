@@ -25,7 +25,7 @@ LONGEST = (
     "integrations/test_fit_trainers.py", "predict/test_fits.py", "elsewhere/test_gradients.py",
     "predict/test_fit.py", "integrations/test_quantized.py", "stress/test_stress.py",
     "distributed/test_predicted_ranks.py", "docs/test_docs.py",
-    "distributed/test_distributed_example.py", "integrations/test_page.py", "remat/test_script.py",
+    "distributed/test_distributed_example.py", "remat/test_script.py",
     "predict/test_predict_offload.py", "dry_run/test_child.py",
     "benchmarks/test_benchmarks_training.py", "predict/test_workspaces.py",
     "distributed/test_fit_ranks.py", "distributed/test_remat_distributed.py",
@@ -34,7 +34,8 @@ LONGEST = (
 )  # fmt: skip
 EVERY_TIME = (
     "distributed/test_adam_ddp.py", "docs/test_contributing.py", "dry_run/test_tensors.py",
-    "elsewhere/test_gradients_used.py", "integrations/test_transformers.py",
+    "elsewhere/test_gradients_used.py", "integrations/test_page.py",  # whose pages take turns
+    "integrations/test_transformers.py",
     "memory/test_memory.py", "packaging/test_imports.py", "packaging/test_includes.py",
     "packaging/test_mistakes.py", "packaging/test_sampling.py", "packaging/test_turns.py",
     "predict/test_holdings.py", "predict/test_repeats.py", "remat/test_budget_told.py",

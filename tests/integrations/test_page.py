@@ -1,11 +1,15 @@
-"""The blocks of docs/integrations.md and of docs/trainers run."""
+"""The blocks of docs/integrations.md and of docs/trainers run, and print what is shown.
 
+Some pages take most of a minute: each is run by one commit in four, as files are (tests/turns.py).
+"""
+
+import functools
 import re
 from pathlib import Path
 
 import pytest
+import turns
 from libraries import library
-from sampling import share
 
 import memsave_ext as ms
 
@@ -19,6 +23,8 @@ PAGES = {  # and what they need
     "trainers/trl": ["transformers", "trl"],
     "trainers/peft": ["transformers", "peft", "bitsandbytes"],
 }
+
+WITHOUT_NUMBERS = functools.partial(re.sub, r"[\d.]+", "0")
 
 if not ms._native.available:
     pytest.skip("the pages are run with the native part", allow_module_level=True)
@@ -38,8 +44,8 @@ def test_every_page_is_run():
 
 
 @pytest.mark.filterwarnings("ignore")  # the tools' own
-@pytest.mark.parametrize("name", share(PAGES, 2))
-def test_its_blocks_run_one_after_the_other(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", [name for at, name in enumerate(PAGES) if turns.has(at)])
+def test_its_blocks_run_one_after_the_other(name, tmp_path, monkeypatch, capsys):
     text = text_of(name)
     for needed in PAGES[name]:
         library(needed)
@@ -61,6 +67,9 @@ def test_its_blocks_run_one_after_the_other(name, tmp_path, monkeypatch):
     finally:
         for handle in patches:
             handle.remove()
+    printed = WITHOUT_NUMBERS(capsys.readouterr().out)
+    for shown in re.findall(r"^```text\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        assert WITHOUT_NUMBERS(shown) in printed
 
 
 @pytest.mark.parametrize("name", PAGES)
