@@ -17,8 +17,8 @@ OWN = ("float32", "bfloat16")  # formats that a model has without being told
 _EXPLAINED = """\
 - Plain: fused AdamW, cross-entropy over logits.
 - torch's features: each block checkpointed, the loss in checkpointed chunks, the tutorial's fused AdamW in backward.
-- Exact: `remat(budget="auto")`, which recomputes no more than the limit asks for; the loss without logits; `AdamW(in_backward=True)`.
-- Formats: as exact, with the most exact parameters and states that fit, which the cell names.
+- Exact: `remat(budget="auto")`, which recomputes no more than the limit asks for; the loss without logits; `AdamW(in_backward=True)`. But for rounding: the loss is summed in another order, moments are float32.
+- Formats: as exact, with the most exact [parameters](docs/adam/bfloat16.md) (stochastic: rounded at random; split8: with 8 bits more) and [states](docs/adam/states.md) that fit, which the cell names.
 - Moving: as exact, with states and activations in files, and where the cell says so, weights."""  # noqa: E501
 
 
@@ -30,6 +30,13 @@ def typical(of_steps: Sequence[float]) -> float:
 def seconds(row: Record) -> float:
     """Processor time of a step."""
     return typical(row["cpu_seconds"])
+
+
+def duration(row: Record) -> str:
+    """Processor time of a step, and where waiting adds more than a tenth, the wall's."""
+    wall = typical(row["seconds"])
+    waiting = f" (wall {wall:.0f} s)" if wall > 1.1 * seconds(row) else ""
+    return f"{seconds(row):.0f} s{waiting}"
 
 
 def on_disk(row: Record) -> float | None:
@@ -99,7 +106,7 @@ def _largest(of: dict[tuple[str, str], Record], method: str) -> str:
     if not rows:
         return "none"
     row = max(rows, key=lambda row: row["parameters"])
-    return f"{row['model']}, {seconds(row):.0f} s"
+    return f"{row['model']}, {duration(row)}"
 
 
 def time(row: Record) -> str:
@@ -107,7 +114,7 @@ def time(row: Record) -> str:
     the model's own; in brackets what is expected of one that has not run."""
     if row.get("died", True):
         return outcome(row)
-    return f"{seconds(row):.0f} s" + ("" if row["format"] in OWN else f", {row['format']}")
+    return duration(row) + ("" if row["format"] in OWN else f", {row['format']}")
 
 
 def real_limit_table(record: Record) -> str:
@@ -169,6 +176,7 @@ def real_limit_caption(record: Record) -> str:
         "Each row is a process that may have so much private memory (`RLIMIT_DATA`), Python "
         "included; random weights. Peak: resident bytes (`VmHWM`), also of libraries' files, which "
         "the limit does not count. Time: of the processor for a step, median of the second and "
-        f"third. {brackets}"
+        "third; *wall*, where it is more than a tenth longer, has waits for the disk in it, and "
+        f"other work of the machine. {brackets}"
         f"{'; '.join(batches)}.{mixed} {machine_line(record)}."
     )

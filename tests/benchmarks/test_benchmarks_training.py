@@ -378,13 +378,16 @@ def test_rows_of_an_earlier_run_are_kept(record_of, tmp_path, monkeypatch):
         "(5.3 GiB, float32, 8-bit states)", "(4.4 GiB)",
     ]  # fmt: skip
     for size, expected in (
-        ("8 GiB", ["ViT-L/16, 1 s", *["none"] * 4]),
+        ("8 GiB", ["ViT-L/16, 1 s (wall 2 s)", *["none"] * 4]),
         ("4 GiB", ["none"] * 5),
         ("2 GiB", ["none"] * 5),
     ):
         (line,) = [line for line in table.splitlines() if line.startswith(f"| {size}")]
         assert [cell.strip() for cell in line.split("|")[2:-1]] == expected
     (line,) = [line for line in table.splitlines() if line.startswith("| ViT-L/16")]
-    assert line.split("|")[2].strip() == "1 s"
+    assert line.split("|")[2].strip() == "1 s (wall 2 s)"
+    for row in record["rows"]:
+        row["seconds"] = [1.1] * 3
+    assert "wall" not in importlib.import_module("tables.real_limit").real_limit_short(record)
     record = record_of("real_limit", *only, "--methods", "plain", "--fresh")
     assert len(record["rows"]) == 1
