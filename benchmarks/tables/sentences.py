@@ -226,7 +226,7 @@ SENTENCES = (
     ),
     Sentence(
         "docs/remat.md",
-        "keeps a third and adds {} to {} %;",
+        "torch's checkpoint of each block keeps a third and adds {} to {} %;",
         "remat",
         remat("checkpoint", of=TRANSFORMERS),
         percent,

@@ -26,7 +26,7 @@ class Gradients:
 
     Args:
         where: ``"cpu"``, pinned memory of the host for parameters on CUDA devices, or a folder, in
-            which a file without a name has those of parameters on the CPU.
+            which a file without a name has those of parameters on the CPU or a CUDA device.
 
     Raises:
         TypeError, ValueError: it is neither.
