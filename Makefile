@@ -81,7 +81,7 @@ test-full: test  ## the same with every case of every test
 test-fast: build  ## run the tests that most changes need, in two minutes
 	MEMSAVE_EXT_NATIVE=1 $(PYTEST) $(FAST)
 
-stress: build  ## run random programs against plain torch and float64, MINUTES=10
+stress: build $(TRAINERS)  ## run random programs against plain torch and float64, MINUTES=10
 	$(VENV) tests/stress/run.py --minutes $(MINUTES) $(STRESS)
 
 bench: build  ## run every benchmark, in about half an hour on two cores

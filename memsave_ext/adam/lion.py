@@ -27,8 +27,8 @@ class Lion(Native):
         maximize: maximize the objective.
         in_backward: step in backward, each parameter once between two calls of :meth:`step`.
         modes: ``small_bytes``, ``bucket_bytes``, ``bf16``, ``state_dtype``, ``seed``,
-            ``max_grad_norm``, ``states_on``, ``clip_global_norm`` and ``grad_scaler``, as in
-            :class:`Adam`.
+            ``max_grad_norm``, ``states_on``, ``grads_on``, ``clip_global_norm`` and
+            ``grad_scaler``, as in :class:`Adam`.
             ``state_dtype="4bit"`` is for two moments, Adam's.
 
     Raises:

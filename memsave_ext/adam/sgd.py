@@ -25,8 +25,8 @@ class SGD(Native, torch.optim.SGD):
         differentiable: runs torch's implementation; cannot be combined with ``in_backward``.
         in_backward: step in backward, each parameter once between two calls of :meth:`step`.
         modes: ``small_bytes``, ``bucket_bytes``, ``bf16``, ``state_dtype``, ``seed``,
-            ``max_grad_norm``, ``states_on``, ``clip_global_norm`` and ``grad_scaler``, as in
-            :class:`Adam`.
+            ``max_grad_norm``, ``states_on``, ``grads_on``, ``clip_global_norm`` and
+            ``grad_scaler``, as in :class:`Adam`.
             ``state_dtype`` is that of the momentum buffer, which is float32 for 16-bit parameters;
             ``"4bit"`` is for two moments, Adam's.
 

@@ -69,7 +69,8 @@ class InBackward(torch.optim.Optimizer):
 
         Raises:
             TypeError: ``ddp`` is something else.
-            ValueError: not ``in_backward``; no parameter of ``ddp`` is in this optimizer.
+            ValueError: not ``in_backward``; with ``grads_on``; no parameter of ``ddp`` is in this
+                optimizer.
             RuntimeError: ``ddp`` has a communication hook, or is attached to another optimizer.
         """
         from torch.nn.parallel import DistributedDataParallel

@@ -127,14 +127,19 @@ def test_weights_copies_averages_and_states():
 
 
 def test_weights_that_go_while_they_are_used():
-    net = network()
-    weights = ms.weights_on(net, "cpu")
-    loss = net(data()).square().mean()
-    del net, weights
-    gc.collect()
-    loss.backward()
-    del loss
-    gc.collect()
+    grads = []
+    for elsewhere in (True, False):
+        net, x = network(), data().requires_grad_()
+        weights = ms.weights_on(net, "cpu") if elsewhere else None
+        torch.manual_seed(1)
+        loss = net(x).square().mean()
+        del net, weights
+        gc.collect()
+        loss.backward()
+        del loss
+        gc.collect()
+        grads.append(x.grad)
+    assert grads[0].any() and torch.equal(*grads)
 
 
 def test_weights_that_are_shared_or_elsewhere_are_refused():
