@@ -56,7 +56,7 @@ constexpr double kEarly = 1.5;
 
 // Choosing.
 
-// Without a budget, a percent of the step's time is worth a quarter of a percent of its peak. A
+// Without a budget, a percent of the step's peak is worth a quarter of a percent of its time. A
 // sixth takes 2 to 3 points less time of convolutional nets, and keeps up to 22 points more.
 constexpr double kPriceOfMemory = 0.25;
 // Where no plan fits, the fastest within a two-hundredth of the least peak is as good: the last few
