@@ -39,6 +39,11 @@ Result = TypeVar("Result")
 _STILL = 1.0  # seconds without processor time after which a child is taken to be stuck
 _LOOK = 0.1  # seconds between two looks at it
 _HEADER = struct.Struct("q")  # bytes of a message
+_NO_FILES = (
+    "what runs ahead on fake tensors writes no files, and has no new semaphores or shared memory, "
+    "which workers of a DataLoader need: make the batch outside of the step, or leave out what "
+    "writes where memsave_ext.is_dry_run() is true"
+)
 _pipe = -1  # in a child: where its messages go
 tensors: list[Tensor] = []  # in a child: all of the process
 _modules: list[nn.Module] = []  # likewise
@@ -155,11 +160,13 @@ class Child(Generic[Result]):
         self._begun = time.monotonic()
 
     def _receive(self) -> Result:
-        moved, busy = time.monotonic(), -1.0
-        allowed = self._seconds
+        begun = moved = time.monotonic()
+        busy, allowed = -1.0, self._seconds
         received = bytearray()
+        look = select.poll()  # select() takes no descriptors from 1024 on
+        look.register(self._read, select.POLLIN)
         while True:
-            ready, _, _ = select.select([self._read], [], [], _LOOK)
+            ready = look.poll(1000 * _LOOK)
             now = time.monotonic()
             if ready:
                 part = os.read(self._read, 1 << 20)
@@ -179,9 +186,11 @@ class Child(Generic[Result]):
                 _send(("waits", None))
             if (seconds := _seconds_of(self._pid)) != busy:
                 moved, busy = now, seconds
-            if now - moved > _STILL:
+            if now - moved > _STILL and _waits_for_locks(self._pid):
                 raise _StillError("the child process that ran it on fake tensors made no progress")
-            if now - self._begun > allowed:
+            # What there is to read may have waited for this process, which was not reading yet, and
+            # the rest of a message has nothing left to compute.
+            if not received and now - (begun if ready else self._begun) > allowed:
                 raise ChildError(f"running it on fake tensors took longer than {allowed:.3g} s")
 
     def _unpacked(self, kind: str, value: Any) -> Result:
@@ -307,7 +316,9 @@ def _find() -> None:
 
 def _prepare(state: Any, threads: int, cards: int | None) -> None:
     """Makes the child fit to run what the parent was about to run."""
-    import resource  # Windows has none, and no fork
+    global _pipe
+    import fcntl  # Windows has neither, and no fork
+    import resource
 
     random.setstate(state)  # Python gives each child another
     for one in signal.valid_signals():
@@ -318,6 +329,8 @@ def _prepare(state: Any, threads: int, cards: int | None) -> None:
         file.write("1000")  # the system ends this one first where memory is short
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # nothing is written to a file twice
+    if _pipe < 3:  # the parent has closed one of these
+        _pipe = fcntl.fcntl(_pipe, fcntl.F_DUPFD_CLOEXEC, 3)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nowhere, number)
@@ -344,6 +357,8 @@ def _run(function: Callable[[], Any]) -> None:
 def _as_raised(error: BaseException) -> BaseException:
     """Returns an error that can be pickled; another one where it cannot."""
     kind = type(error).__name__
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return OSError(error.errno, f"{error.strerror}: {_NO_FILES}", error.filename)
     if isinstance(error, Exception):
         with suppress(Exception):
             if type(pickle.loads(pickle.dumps(error))) is type(error):
@@ -375,6 +390,20 @@ def _taken(received: bytearray) -> bytes | None:
     message = bytes(received[_HEADER.size : end])
     del received[:end]
     return message
+
+
+def _waits_for_locks(pid: int) -> bool:
+    """Whether all threads of a process wait for locks of threads, as far as the system says it:
+    what else they wait for, such as a server, a time or another process, may come."""
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/wchan", encoding="ascii") as file:
+                where = file.read()
+            if where not in ("", "0") and not where.startswith("futex"):
+                return False
+    except OSError:
+        pass
+    return True
 
 
 def _seconds_of(pid: int) -> float:

@@ -2,10 +2,12 @@
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import pickle
 import random
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -145,6 +147,36 @@ def test_one_that_stands_still_is_made_once_more():
 
 
 @pytest.mark.once
+@pytest.mark.parametrize(
+    "wait", [lambda: time.sleep(1.6), lambda: subprocess.run(["sleep", "1.6"], check=True)]
+)
+def test_one_that_waits_for_what_comes(wait):
+    begun = Shared()
+    assert in_child(lambda: (begun.append(1), wait()) and 7, 60) == 7
+    assert len(begun.values()) == 1
+
+
+@pytest.mark.once
+def test_time_until_a_result_is_read_does_not_count():
+    with Child(lambda: b"x" * (1 << 20), 1.0) as child:  # more than a pipe holds
+        written = select.poll()
+        written.register(child._read, select.POLLIN)
+        assert written.poll(60_000)
+        time.sleep(max(child._begun + 1.2 - time.monotonic(), 0))
+        assert len(child.result()) == 1 << 20
+
+
+@pytest.mark.once
+def test_one_that_talks_for_ever_takes_too_long():
+    def talk():
+        while True:
+            child.note(None)
+
+    with pytest.raises(ChildError, match=r"longer than 0\.5 s"):
+        in_child(talk, 0.5)
+
+
+@pytest.mark.once
 def test_one_that_takes_too_long():
     def loop():
         while True:
@@ -201,7 +233,7 @@ def test_it_is_silent_and_writes_no_files(tmp_path, capfd):
             log.write("there\n")
             log.flush()
 
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(OSError, match="File too large: what runs ahead .* writes no files"):
             in_child(write, 10)
     assert path.read_text() == "here\n"
     assert capfd.readouterr() == ("", "")
@@ -215,6 +247,44 @@ def test_it_is_silent_and_writes_no_files(tmp_path, capfd):
 
     in_child(write_own, 10)
     assert path.read_text() == "there"
+
+
+@pytest.mark.once
+def test_workers_are_told_to_be_left_out():
+    data = torch.utils.data.DataLoader(
+        torch.zeros(4), num_workers=1, multiprocessing_context=multiprocessing.get_context("fork")
+    )
+    with pytest.raises(OSError, match=r"too large: .*a DataLoader need.*is_dry_run\(\)"):
+        in_child(lambda: iter(data), 30)
+
+
+@pytest.mark.once
+def test_in_a_process_that_has_many_files_open():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 2048:
+        pytest.skip("the system allows too few files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for _ in range(1024):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        assert in_child(lambda: 7, 10) == 7
+
+
+WITHOUT_STANDARD_FILES = """
+import os, sys
+from memsave_ext.dry_run.child import in_child
+os.close(0), os.close(1)
+print(in_child(lambda: 7, 30), file=sys.stderr)
+"""
+
+
+@pytest.mark.once
+def test_in_a_process_without_standard_files():
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_STANDARD_FILES], capture_output=True, text=True
+    )
+    assert ran.stderr.split()[-1:] == ["7"], ran.stderr
 
 
 @pytest.mark.once
