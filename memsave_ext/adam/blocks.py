@@ -67,7 +67,9 @@ def _lines(levels: int, ratio: int) -> list[tuple[float, float, float, float]]:
         codes = 1 << level
         step = (1 - 1 / ratio) * top / codes if level else top
         start = top - step * (2 * codes - 1) if level else 0.0
-        exact = torch.tensor([start, step, -start / step, 1 / step], dtype=torch.float64)
+        exact = torch.tensor(
+            [start, step, -start / step, 1 / step], dtype=torch.float64, device="cpu"
+        )
         start, step, offset, inverse = exact.float().tolist()
         lines.append((start, step, offset, inverse))
     return lines
@@ -76,7 +78,7 @@ def _lines(levels: int, ratio: int) -> list[tuple[float, float, float, float]]:
 @functools.cache
 def _numbers(levels: int, ratio: int) -> Tensor:
     """Returns the number from 0 to 1 that each code stands for."""
-    codes = torch.arange(1 << levels, dtype=torch.float64)
+    codes = torch.arange(1 << levels, dtype=torch.float64, device="cpu")
     of_levels = [codes * step + start for start, step, _, _ in _lines(levels, ratio)]
     return torch.stack(of_levels).amax(0).float()
 

@@ -128,7 +128,7 @@ class Files(Place):
         with contextlib.suppress(IndexError):
             if (spare := self._spare.pop()).nbytes >= nbytes:
                 return spare
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def buffers(self) -> list[Tensor]:
         return list(self._spare)

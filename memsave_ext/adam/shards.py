@@ -101,10 +101,10 @@ def clip_to_norm(
     """
     total = squares.get(0)
     for param in sharded:
-        here = squares.get(sharding_of(param)[0], torch.zeros((), dtype=torch.double))
+        here = squares.get(sharding_of(param)[0], torch.zeros((), dtype=torch.double, device="cpu"))
         of_all = sum_over_shards(param, here)
         total = of_all if total is None else total + of_all.to(total.device)
-    norm = torch.zeros((), dtype=torch.double) if total is None else total.sqrt()
+    norm = torch.zeros((), dtype=torch.double, device="cpu") if total is None else total.sqrt()
     if grad_scale is None:
         return norm.float(), clip_factor(norm, max_norm), None
     scale = grad_scale.to(norm.device, torch.double)

@@ -197,7 +197,7 @@ class InBackward(torch.optim.Optimizer):
         Called where no parameter has received a gradient.
         """
         params = [p for g in self.param_groups for p in g["params"]]
-        (in_a_list,) = _reference_counts([torch.empty(0)])
+        (in_a_list,) = _reference_counts([torch.empty(0, device="cpu")])
         for param, count in zip(params, _reference_counts(params), strict=True):
             # The group's list refers to it once more, and so does the state.
             if count > in_a_list + 1 + (param in self.state):

@@ -117,7 +117,7 @@ def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device, shif
     """Values around 0.5, ``shift`` elements from an aligned address."""
     count = torch.Size(shape).numel() + shift
     drawn = count if count < _MANY else _DRAWN
-    values = (torch.randn(drawn) * 1.5 + 0.5).to(device, dtype)
+    values = (torch.randn(drawn, device="cpu") * 1.5 + 0.5).to(device, dtype)
     return values.repeat(-(-count // drawn))[shift:count].view(shape)
 
 

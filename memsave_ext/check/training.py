@@ -43,7 +43,9 @@ class Run:
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(Block() for _ in range(3))).to(self.device)
-        self.batches = [torch.randn(_BATCH, _WIDTH).to(self.device) for _ in range(_STEPS)]
+        self.batches = [
+            torch.randn(_BATCH, _WIDTH, device="cpu").to(self.device) for _ in range(_STEPS)
+        ]
         self.gradients: list[Tensor] = []
 
     def train(

@@ -28,6 +28,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _native
@@ -335,6 +337,9 @@ def _prepare(state: Any, threads: int, cards: int | None) -> None:
     for number in range(3):
         os.dup2(nowhere, number)
     sys.stdin, sys.stdout, sys.stderr = (open(os.devnull, mode) for mode in ("r", "w", "w"))  # noqa: SIM115
+    for each in _get_current_function_mode_stack():
+        if isinstance(each, DeviceContext):  # all tensors there are the CPU's
+            each.device = torch.device("cpu")
     torch.set_num_threads(1)
     patches.patch(patches.in_child(threads, cards, _Engine() if _native.module else None))
     torch.autograd.set_multithreading_enabled(False)

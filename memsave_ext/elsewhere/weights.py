@@ -158,7 +158,7 @@ class Weights:
             if any(self._has(param) or pretends(param) for param in own):
                 self._hooks += self._uses.watch(module)
         if self._where == "cpu" and predicts():
-            self._uses.beside = torch.empty(self._memory.room, dtype=torch.uint8)
+            self._uses.beside = torch.empty(self._memory.room, dtype=torch.uint8, device="cpu")
 
     @contextmanager
     def _taking_what_is_built(self) -> Iterator[None]:

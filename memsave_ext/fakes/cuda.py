@@ -78,8 +78,8 @@ class _CardNames(TorchFunctionMode):
         if func == _IS_CUDA and isinstance(args[0], FakeTensor):
             return True
         if func is not torch.device.__new__:
-            args = tuple(map(_on_cpu, args))
-            kwargs = {name: _on_cpu(value) for name, value in kwargs.items()}
+            args = tuple(map(on_cpu, args))
+            kwargs = {name: on_cpu(value) for name, value in kwargs.items()}
         if (fused := FUSED.get(func)) is not None:
             func = fused
         if func in _MOVES:  # to a card, by its number
@@ -105,7 +105,8 @@ FUSED: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _on_cpu(value: Any) -> Any:
+def on_cpu(value: Any) -> Any:
+    """Returns the CPU in place of a card; other values as they are."""
     if isinstance(value, torch.device):
         return torch.device("cpu") if value.type == "cuda" else value
     return "cpu" if isinstance(value, str) and value.split(":")[0] == "cuda" else value

@@ -53,7 +53,7 @@ class _Like(NamedTuple):
     dtype: torch.dtype
 
     def zeros(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype).zero_()
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_CPU).zero_()
 
 
 class Allocations(NamedTuple):

@@ -16,8 +16,9 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.amp import autocast_mode
 from torch.nn import functional
+from torch.utils._device import DeviceContext
 
-from .cuda import FUSED
+from .cuda import FUSED, on_cpu
 from .mode import predicts
 from .values import MOST_KNOWN
 
@@ -95,6 +96,8 @@ def on_cuda() -> list[Patch]:
         Patch(Tensor, "record_stream", _value(_nothing)),
         # A card computes these by other kernels. torch's functions call each other by these names.
         *(Patch(functional, before.__name__, _value(fused)) for before, fused in FUSED.items()),
+        # A default device is below the mode in which a step may name a card.
+        Patch(DeviceContext, "__init__", _default_device_made),
         # A step may have asked a tensor for its device, which is the CPU here.
         Patch(kind, "__init__", _autocast_made),
         # One that was made before, as accelerate does, is entered as the CPU's.
@@ -138,6 +141,10 @@ def _swap_tensors(before: Any) -> Any:
             before(t1, t2)
 
     return swap_tensors
+
+
+def _default_device_made(before: Any) -> Any:
+    return lambda self, device: before(self, on_cpu(device))
 
 
 def _deepcopy(before: Any) -> Any:

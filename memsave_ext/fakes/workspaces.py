@@ -121,7 +121,7 @@ def as_left_by_kernel(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     if func is _aten.native_batch_norm_backward.default and not args[-1][0]:
         return (None, *result[1:])
     if func in _BATCH_NORMS and not _is_dense(args[0]):
-        return (torch.empty(result[0].shape, dtype=result[0].dtype), *result[1:])
+        return (torch.empty(result[0].shape, dtype=result[0].dtype, device="cpu"), *result[1:])
     if func in _NORMS and args[0].dtype in _NARROW:
         weight, (output, *statistics) = args[_NORMS[func]], result
         if weight is not None and weight.dtype == torch.float32:

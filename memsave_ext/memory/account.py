@@ -170,7 +170,7 @@ class Account:
         # The first row of a part has the part's number in the column of phases. A part that
         # directly follows the one before it adds no row: what lived is as in the row before.
         numbers = phase[starts]
-        follows = torch.zeros(len(starts), dtype=torch.bool)
+        follows = torch.zeros(len(starts), dtype=torch.bool, device="cpu")
         follows[1:] = numbers[1:] == numbers[:-1] + 1
         last_there = torch.ones_like(head)
         last_there[:-1] = change[1:] != _THERE
@@ -222,7 +222,7 @@ class Account:
         """Returns the ``n`` largest blocks at the peak, the largest first."""
         first, last = self._peak_part
         block, sign = self._block[first : last + 1], self._sign[first : last + 1]
-        lives = torch.zeros(len(self._record.blocks), dtype=torch.int64)
+        lives = torch.zeros(len(self._record.blocks), dtype=torch.int64, device="cpu")
         lives.index_add_(0, block[block >= 0], sign[block >= 0])
         rows = (lives > 0).nonzero().flatten()
         order = self._record.blocks[rows, 0].argsort(descending=True, stable=True)

@@ -155,14 +155,14 @@ class Log:
             acts[kind](event)
 
     def record(self) -> Record:
-        changes = [torch.empty(0, 6, dtype=torch.int64)]
-        moved = [torch.empty(0, dtype=torch.int64)]
+        changes = [torch.empty(0, 6, dtype=torch.int64, device="cpu")]
+        moved = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for part in self._parts:
             rows = _table(part.rows)
-            step = torch.full((len(rows), 1), part.step)
+            step = torch.full((len(rows), 1), part.step, device="cpu")
             changes.append(torch.cat([rows[:, :1], step, rows[:, 1:]], 1))
-            begins, sizes = torch.tensor(part.moved).unbind(1)
-            lengths = torch.diff(begins, append=torch.tensor([len(rows)]))
+            begins, sizes = torch.tensor(part.moved, device="cpu").unbind(1)
+            lengths = torch.diff(begins, append=torch.tensor([len(rows)], device="cpu"))
             moved.append(sizes.repeat_interleave(lengths))
         regions = [
             (*key, region.calls, region.saved_bytes, region.nanoseconds * 1e-9)
@@ -177,7 +177,7 @@ class Log:
             moved=torch.cat(moved),
             blocks=_table(self._blocks),
             regions=regions,
-            alive=torch.tensor(alive, dtype=torch.int64).view(-1, 3),
+            alive=torch.tensor(alive, dtype=torch.int64, device="cpu").view(-1, 3),
             steps=self._step,
             origins=dict(self._origins),
         )
@@ -345,5 +345,5 @@ class Log:
 
 def _table(values: array[int]) -> Tensor:
     if not values:  # frombuffer takes no empty buffer
-        return torch.empty(0, _COLUMNS, dtype=torch.int64)
+        return torch.empty(0, _COLUMNS, dtype=torch.int64, device="cpu")
     return torch.frombuffer(bytearray(values), dtype=torch.int64).view(-1, _COLUMNS)

@@ -263,12 +263,12 @@ def timeline_from_json(columns: Mapping[str, Any]) -> Timeline:
     live = [columns["live"][category] for category in CATEGORIES]
     phase = [PHASES.index(columns["phases"][number]) for number in columns["phase"]]
     return Timeline(
-        time=torch.tensor(columns["time"], dtype=torch.float64),
-        live=torch.tensor(live, dtype=torch.int64).T.contiguous(),
-        phase=torch.tensor(phase, dtype=torch.int64),
-        step=torch.tensor(columns["step"], dtype=torch.int64),
+        time=torch.tensor(columns["time"], dtype=torch.float64, device="cpu"),
+        live=torch.tensor(live, dtype=torch.int64, device="cpu").T.contiguous(),
+        phase=torch.tensor(phase, dtype=torch.int64, device="cpu"),
+        step=torch.tensor(columns["step"], dtype=torch.int64, device="cpu"),
         # Documents of earlier versions have none.
-        moved=torch.tensor(columns.get("moved", [0] * len(phase)), dtype=torch.int64),
+        moved=torch.tensor(columns.get("moved", [0] * len(phase)), dtype=torch.int64, device="cpu"),
         gaps=tuple(columns["gaps"]),
     )
 

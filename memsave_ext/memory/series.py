@@ -49,10 +49,10 @@ def telling_rows(time: Tensor, total: Tensor, points: int) -> Tensor:
     bins = points // 4
     span = max(float(time[-1] - time[0]), 1e-300)
     bin_of = ((time - time[0]) * (bins / span)).long().clamp(0, bins - 1)
-    rows = torch.arange(len(time))
+    rows = torch.arange(len(time), device="cpu")
 
     def per_bin(values: Tensor, reduce: str) -> Tensor:
-        initial = torch.zeros(bins, dtype=values.dtype)
+        initial = torch.zeros(bins, dtype=values.dtype, device="cpu")
         return initial.scatter_reduce(0, bin_of, values, reduce, include_self=False)
 
     chosen = [rows == per_bin(rows, reduce)[bin_of] for reduce in ("amin", "amax")]
@@ -83,14 +83,14 @@ def step_peaks(timeline: Timeline) -> Timeline:
     gap, and the last step, have a second row where they end.
     """
     rows = len(timeline.step)
-    begins = torch.ones(rows, dtype=torch.bool)
+    begins = torch.ones(rows, dtype=torch.bool, device="cpu")
     begins[1:] = timeline.step[1:] != timeline.step[:-1]
     starts = begins.nonzero().flatten().tolist()
     total = timeline.live.sum(1)
     peaks = [a + first_largest(total[a:b]) for a, b in pairwise([*starts, rows])]
     closing = {gap - 1 for gap in timeline.gaps} | {rows - 1}
     chosen = sorted({*starts, *closing})
-    at = torch.tensor([peaks[bisect_right(starts, row) - 1] for row in chosen])
+    at = torch.tensor([peaks[bisect_right(starts, row) - 1] for row in chosen], device="cpu")
     return Timeline(
         time=timeline.time[chosen],
         live=timeline.live[at],

@@ -55,7 +55,7 @@ class History:
 
     def by_line(self, row: int) -> dict[str, int]:
         """Returns the bytes at ``row`` by line of code, the largest first."""
-        size = torch.zeros(len(self.lines), dtype=torch.int64)
+        size = torch.zeros(len(self.lines), dtype=torch.int64, device="cpu")
         size.index_add_(0, self.line[: row + 1], self.changes[: row + 1])
         for line, held in self.before.items():
             size[line] += held
@@ -149,7 +149,7 @@ def _history(
         elif action == "oom":
             out_of_memory.append((row, size))
         rows.append((line, change, _RESERVES.get(action, 0) * size))
-    line_of, changes, reserved = torch.tensor(rows, dtype=torch.int64).unbind(1)
+    line_of, changes, reserved = torch.tensor(rows, dtype=torch.int64, device="cpu").unbind(1)
     held: dict[int, int] = {}
     for line, size in before.values():
         held[line] = held.get(line, 0) + size
@@ -225,7 +225,7 @@ def _undo(
 def _time(trace: Sequence[Mapping[str, Any]]) -> Tensor | None:
     if not trace or not all("time_us" in event for event in trace):
         return None
-    time = torch.tensor([event["time_us"] for event in trace], dtype=torch.int64)
+    time = torch.tensor([event["time_us"] for event in trace], dtype=torch.int64, device="cpu")
     time = ((time - time[0]).double() / 1e6).cummax(0).values  # threads' clocks differ slightly
     return torch.cat([time[:1], time])
 

@@ -499,7 +499,7 @@ class _FirstSteps:
         self._before = optimizer.register_step_pre_hook(begins)
 
     def _begin(self, model: nn.Module, optimizer: Optimizer) -> None:
-        parameter = next(model.parameters(), torch.empty(0))
+        parameter = next(model.parameters(), torch.empty(0, device="cpu"))
         modules, device = Modules(model), parameter.device
         with untracked():
             tracker: Any = make_tracker(device, modules.parents, False, _MOST_EVENTS)

@@ -299,7 +299,7 @@ def place_elsewhere(on_cuda: bool, offload: Offload | None) -> str | None:
 
 
 def _place_on(what: str, model: nn.Module, offload: Offload | None) -> str:
-    first = next(model.parameters(), torch.empty(0))
+    first = next(model.parameters(), torch.empty(0, device="cpu"))
     is_prediction = what == "gradients" and predicts()
     where = "cpu" if is_prediction else place_elsewhere(is_cuda(first.device), offload)
     if where is None:

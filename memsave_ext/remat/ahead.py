@@ -283,7 +283,7 @@ def _backward_of(output: Any) -> None:
         found = output.get("logits") if isinstance(output, Mapping) else None
         tensors = [t for t in tree_leaves(output if found is None else found) if _has_gradient(t)]
         losses = [_loss(t) for t in tensors]
-        spare = [torch.empty(t.shape, dtype=torch.float32) for t in tensors]
+        spare = [torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in tensors]
         loss = torch.stack(losses).sum() if losses else None
     if loss is not None and loss.requires_grad:
         loss.backward()
@@ -300,4 +300,6 @@ def _loss(result: Tensor) -> Tensor:
     if result.dim() < 2:
         return result.float().square().mean()
     rows = result.flatten(0, -2).float()
-    return functional.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.long))
+    return functional.cross_entropy(
+        rows, torch.zeros(len(rows), dtype=torch.long, device=rows.device)
+    )

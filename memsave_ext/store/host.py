@@ -38,7 +38,9 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._streams = copy_streams(device)
-        self._buffers = [pinned_like(torch.empty(_PIECE, dtype=torch.uint8)) for _ in range(2)]
+        self._buffers = [
+            pinned_like(torch.empty(_PIECE, dtype=torch.uint8, device="cpu")) for _ in range(2)
+        ]
         # By which the device has read the buffers.
         self._read: list[torch.cuda.Event | None] = [None, None]
         self._lock = threading.Lock()

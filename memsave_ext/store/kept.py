@@ -134,7 +134,7 @@ class HostKeeper(Keeper):
 
 class _InHostMemory(Kept):
     def __init__(self, like: Tensor) -> None:
-        self._there = torch.empty(like.nbytes, dtype=torch.uint8, pin_memory=True)
+        self._there = torch.empty(like.nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         self._streams = copy_streams(like.device)
         self._written = torch.cuda.Event()
 

@@ -30,6 +30,7 @@ from torch import nn
 
 import memsave_ext as ms
 from memsave_ext import _native
+from memsave_ext.adam import blocks
 
 
 @every_mode_of_all
@@ -299,3 +300,19 @@ def test_split_parameters_are_stepped_as_those_of_float32():
         plain.step()
     assert torch.equal(ours.fp32_parameters()[0], exact)
     assert not torch.equal(split.float(), exact)
+
+
+@every_mode_of_all
+def test_under_a_default_device(mode):
+    """What a step makes for itself lies beside the parameters."""
+    blocks._numbers.cache_clear()
+    (params, optimizer), (expected, plain) = make_mode(mode), make_mode(mode)
+    for number in range(2):
+        loss(params, number).backward()
+        loss(expected, number).backward()
+        with torch.device("meta"):
+            optimizer.step()
+            optimizer.zero_grad()
+        plain.step()
+        plain.zero_grad()
+    assert all(map(torch.equal, params, expected))

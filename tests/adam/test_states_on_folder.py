@@ -88,6 +88,18 @@ def test_bits(tmp_path, mode):
     assert large or mode in ("SGD", "SGD, fp64", "SGD, fp16", "SGD, bf16", "SGD, stochastic")
 
 
+def test_under_a_default_device(tmp_path):
+    memory, files = both(tmp_path, in_backward=False)
+    train(*memory, steps=2)
+    params, optimizer = files
+    for number in range(2):
+        backward(params, number)
+        with torch.device("meta"):
+            optimizer.step()
+        optimizer.zero_grad()
+    assert_same(memory, files)
+
+
 def test_the_folder_stays_empty(tmp_path):
     params, optimizer = both(tmp_path)[1]
     train(params, optimizer, 2)

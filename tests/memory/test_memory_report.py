@@ -13,6 +13,7 @@ import memsave_ext as ms
 from memsave_ext.memory import report
 from memsave_ext.memory.account import Region, Step
 from memsave_ext.memory.events import CATEGORIES, PHASES
+from memsave_ext.memory.series import thin
 from memsave_ext.shared import table
 
 
@@ -164,6 +165,29 @@ def test_a_document_is_plain_and_survives_json():
     assert [Step(**step) for step in document["steps"]] == track.steps
     assert [Region(**region) for region in document["regions"]] == track.regions
     assert [tensor["bytes"] for tensor in document["top"]] == [t.bytes for t in track.top()]
+
+
+def test_under_a_default_device():
+    """As of `torch.set_default_device("cuda")`, with which the figures' tensors would lie there."""
+    model, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ms.memory.track(model, optimizer) as t:
+        for _ in range(3):
+            model(x).sum().backward()
+            optimizer.step()
+
+    def told():
+        thinned = thin(t.timeline, 8)
+        return t.at_peak, t.report(), t.to_json(), thinned.live.tolist(), [*map(str, t.top(5))]
+
+    t._final = None
+    with torch.device("meta"):
+        under_meta = told()
+        with ms.memory.track(model, optimizer) as other:
+            model(x).sum().backward()
+        assert other.peak > 0
+    t._final = None  # they are counted once more
+    assert told() == under_meta
 
 
 def test_a_timeline_comes_back():

@@ -207,6 +207,39 @@ def test_a_card_that_is_not_there():
     assert predicted.live >= 4 * 512 + 8 * 512 + 512  # with the batch
 
 
+@pytest.mark.parametrize("device", ["meta", "cuda"])  # no card need be there
+def test_under_a_default_device(device):
+    build = builder(OPTIMIZERS["ours"])
+    model, optimizer, _ = build()
+    live = model, optimizer, torch.randn(512, 64)
+    expected = ms.memory.predict(build, device="cuda")
+    of_live = ms.memory.predict(*live, loss=lambda y: y.square().mean(), device="cuda")
+    torch.set_default_device(device)
+    try:
+        assert ms.memory.predict(build, device="cuda").at_peak == expected.at_peak
+        found = ms.memory.predict(*live, loss=lambda y: y.square().mean(), device="cuda")
+        assert found.at_peak == of_live.at_peak
+        assert ms.memory.fits(build, "1GB", device="cuda").cheapest.peak == expected.peak
+    finally:
+        torch.set_default_device(None)
+
+
+def test_default_devices_of_what_is_built():
+    expected = ms.memory.predict(builder(OPTIMIZERS["ours"]), device="cuda")
+
+    def as_usual():
+        torch.set_default_device("cuda")
+        return builder(OPTIMIZERS["ours"])()
+
+    def first_without_memory(model):
+        with torch.device("meta"):
+            assert all(p.is_meta for p in mlp().parameters())
+        return model
+
+    for build in (as_usual, builder(OPTIMIZERS["ours"], first_without_memory)):
+        assert ms.memory.predict(build, device="cuda").at_peak == expected.at_peak
+
+
 def test_what_a_track_has(tmp_path):
     predicted = ms.memory.predict(builder(OPTIMIZERS["in backward"], checkpointed))
     text = predicted.report()

@@ -342,7 +342,11 @@ def _scaling(
     if grad_scale is None and max_norm is None:
         return None, False
     squared = _square(p.grad)
-    inverse = torch.ones((), dtype=torch.double) if grad_scale is None else 1 / grad_scale.double()
+    inverse = (
+        torch.ones((), dtype=torch.double, device="cpu")
+        if grad_scale is None
+        else 1 / grad_scale.double()
+    )
     by = inverse.to(squared.device)
     if max_norm is not None:
         by = by * clip_factor(squared.sqrt() * by, max_norm)

@@ -176,7 +176,7 @@ def update_bound(group: Mapping[str, Any], number: float | Tensor) -> Tensor:
     """
     beta1, beta2 = (float(beta) for beta in group["betas"])
     if not isinstance(number, Tensor):
-        number = torch.tensor(number, dtype=torch.float64)
+        number = torch.tensor(number, dtype=torch.float64, device="cpu")
     ratio = beta1 * beta1 / torch.full_like(number, beta2)
     left1, left2 = beta1**number, beta2**number
     # ratio**number. Where beta2**number underflows to 0 it is 0 or infinite.

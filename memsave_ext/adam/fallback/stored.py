@@ -125,7 +125,9 @@ def random_bits(
     groups = torch.arange((numel + 7) // 8, device=device)
 
     def word(value: int | Tensor) -> Tensor:
-        return torch.as_tensor(value, dtype=torch.int64) & _WORD
+        if not isinstance(value, Tensor):
+            value = torch.tensor(value, dtype=torch.int64, device="cpu")
+        return value.long() & _WORD
 
     words = philox((groups & _WORD, word(position), word(step), word(draw)), seed)
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]

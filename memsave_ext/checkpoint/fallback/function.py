@@ -97,7 +97,7 @@ def _shares_base(view: Tensor) -> bool:
 @functools.cache
 def _references_of_nobody() -> int:
     """How many references torch itself keeps to a view's base; this differs between versions."""
-    return _references_to_base(torch.ones(2)[1:])
+    return _references_to_base(torch.ones(2, device="cpu")[1:])
 
 
 def _references_to_base(view: Tensor) -> int:

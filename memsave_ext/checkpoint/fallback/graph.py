@@ -17,7 +17,7 @@ from .outside import tensors_in
 def sequence_number() -> int:
     """At most the number that autograd will give to this thread's next node."""
     with torch.enable_grad():
-        node = torch.zeros((), requires_grad=True).view(()).grad_fn
+        node = torch.zeros((), requires_grad=True, device="cpu").view(()).grad_fn
     assert node is not None
     return int(node._sequence_nr())
 

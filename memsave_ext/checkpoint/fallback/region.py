@@ -80,7 +80,9 @@ class Argument:
             # node's tensors go with its output.
             with torch.enable_grad():
                 nodes = hold_accumulators([value])
-                self._keeper: Any = _Keep.apply(torch.empty(0, requires_grad=True), [value])
+                self._keeper: Any = _Keep.apply(
+                    torch.empty(0, requires_grad=True, device="cpu"), [value]
+                )
                 del nodes
 
     def get(self) -> Any:

@@ -26,8 +26,12 @@ def draw_history(axes: Axes, history: History) -> None:
     The y data of ``axes`` are bytes. The x data are seconds, or events if no times were recorded.
     """
     rows = len(history.allocated)
-    time = torch.arange(rows, dtype=torch.float64) if history.time is None else history.time
-    shown = torch.ones(rows, dtype=torch.bool)
+    time = (
+        torch.arange(rows, dtype=torch.float64, device="cpu")
+        if history.time is None
+        else history.time
+    )
+    shown = torch.ones(rows, dtype=torch.bool, device="cpu")
     if rows > _POINTS:
         shown = telling_rows(time, history.allocated, _POINTS)
         shown |= telling_rows(time, history.reserved, _POINTS)
