@@ -17,6 +17,7 @@ from ..predict.batch import LargerBatches, on_device_of
 from ..predict.fit import check_request, fitted
 from ..predict.ranks import is_wrapped
 from ..predict.techniques import technique_of
+from ..remat.offload import Offload, check_offload
 
 # Both are Lightning, and have classes of their own.
 _NAME = "lightning.pytorch" if "lightning" in sys.modules else "pytorch_lightning"
@@ -47,7 +48,7 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
     one technique, and the first alone prints and warns.
 
     Args:
-        budget, technique, others, verbose, means: as of :func:`memsave_ext.fit`.
+        budget, technique, others, offload, verbose, means: as of :func:`memsave_ext.fit`.
         largest: the largest batch of the training, as ``training_step()`` gets it; the step is
             predicted with it in place of the first batch. Without it, a UserWarning says where a
             batch is larger than the first.
@@ -60,7 +61,7 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         fitted: what :func:`memsave_ext.fit` returned; None before the first step.
 
     Raises:
-        TypeError, ValueError: ``budget`` or ``technique`` is not as said there.
+        TypeError, ValueError: ``budget``, ``technique`` or ``offload`` is not as said there.
         ValueError: at the first step: several processes train the model by another strategy; it
             has several optimizers, or optimizes by itself; and as :func:`memsave_ext.fit`.
         torch.OutOfMemoryError: at the first step: nothing fits.
@@ -74,6 +75,7 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         largest: Any = None,
         clip_each: bool = False,
         others: Iterable[nn.Module | Tensor] = (),
+        offload: Offload | None = None,
         verbose: bool = True,
         means: str | None = None,
     ) -> None:
@@ -81,7 +83,8 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         self.fitted: Applied | None = None
         self._budget = check_request("Fit", budget, technique)
         self._options: dict[str, Any] = {
-            "technique": technique, "others": others, "verbose": verbose
+            "technique": technique, "others": others, "verbose": verbose,
+            "place": check_offload("Fit", offload, None, True, None),
         }  # fmt: skip
         self._largest = largest
         self._larger: LargerBatches | None = None
@@ -91,9 +94,10 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """An earlier run's optimizer lets go of the parameters."""
         before = applied_to(pl_module)
-        if stage == "fit" and before is not None:
-            before.undo()
-            self.fitted = None
+        if stage == "fit":
+            if before is not None:
+                before.undo()
+            self.fitted = None  # and those of an earlier module may go
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int

@@ -21,6 +21,7 @@ from ..predict.batch import Call, LargerBatches, check_batch, on_device_of
 from ..predict.fit import check_request, fitted
 from ..predict.ranks import is_wrapped
 from ..predict.techniques import technique_of
+from ..remat.offload import Offload, check_offload
 
 _transformers: Any = importlib.import_module("transformers")
 _state: Any = importlib.import_module("accelerate.state")
@@ -62,13 +63,13 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
             do not fit lie elsewhere until they are stepped: losses and norms are the Trainer's.
         others: as of :func:`memsave_ext.fit`: such as the reference model that a Trainer calls
             itself, of whose steps only the model's own are predicted.
-        verbose: as of :func:`memsave_ext.fit`.
+        offload, verbose: as of :func:`memsave_ext.fit`.
 
     Attributes:
         fitted: what :func:`memsave_ext.fit` returned; None before the first step.
 
     Raises:
-        TypeError, ValueError: ``budget`` or ``technique`` is not as said there.
+        TypeError, ValueError: ``budget``, ``technique`` or ``offload`` is not as said there.
         ValueError: when the training begins: one process has several devices, the model is
             compiled, or in DeepSpeed or FSDP1. At the first step: as :func:`memsave_ext.fit`.
         torch.OutOfMemoryError: at the first step: nothing fits.
@@ -83,6 +84,7 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         largest: Any = None,
         clip_each: bool = False,
         others: Iterable[nn.Module | Tensor] = (),
+        offload: Offload | None = None,
         verbose: bool = True,
         means: str | None = None,
     ) -> None:
@@ -90,14 +92,16 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         self.fitted: Applied | None = None
         self._budget = check_request("Fit", budget, technique)
         self._options: dict[str, Any] = {
-            "loss": loss, "technique": technique, "others": others, "verbose": verbose
+            "loss": loss, "technique": technique, "others": others, "verbose": verbose,
+            "place": check_offload("Fit", offload, None, True, None),
         }  # fmt: skip
         if largest is not None:
             check_batch("Fit(largest=)", largest)
         self._largest = largest
         self._clip_each = clip_each
         self._training: _Training | None = None  # that goes on, or has raised
-        self._watch: Any = None  # a hook on the model
+        self._batches: _Batches | None = None  # a hook on the model,
+        self._watch: Any = None  # which this removes
         self._trained: nn.Module | None = None  # what the Trainer calls: a wrapper, or the model
 
     def on_train_begin(
@@ -121,9 +125,11 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         if before is not None and before is self.fitted and before.optimizer is optimizer.optimizer:
             self.fitted.go_on()  # another train() of the same Trainer
             self._take_clipping(args)
+            self._watch_batches(trained)
             return
         if before is not None:
             before.undo()
+        self.fitted = self._batches = None  # an earlier trial's model and optimizer may go
         _refuse_forward(model)
         check("Fit", trained, optimizer, may_be_wrapped=True)
         if args.world_size > 1 and not is_wrapped(trained):
@@ -158,7 +164,8 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
                 )
             self._take_clipping(args)
             if self.fitted.warns:
-                self._watch_batches(trained, call if largest is None else largest)
+                self._batches = _Batches(call if largest is None else largest)
+                self._watch_batches(trained)
 
         _FirstCall(trained, {"then": at_first_call}).install()
 
@@ -171,9 +178,9 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         self._stop_watching()
         _give_clipping_back(args)
 
-    def _watch_batches(self, model: nn.Module, batch: Any) -> None:
-        self._stop_watching()
-        self._watch = model.register_forward_pre_hook(_Batches(batch), with_kwargs=True)
+    def _watch_batches(self, model: nn.Module) -> None:
+        if self._batches is not None:
+            self._watch = model.register_forward_pre_hook(self._batches, with_kwargs=True)
 
     def _stop_watching(self) -> None:
         if self._watch is not None:
@@ -284,8 +291,12 @@ class _FirstCall(ForwardInPlace):
     """Stands in for a model's forward until it is called for training, and then goes away.
 
     ``options["then"]`` is told what the model is called with, and may change the model. It runs
-    before other hooks: that of FSDP2 gathers parameters.
+    before other hooks: that of FSDP2 gathers parameters. A copy of the model, such as an average of
+    its weights, is in no training, and tells nobody.
     """
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "options": {}}
 
     def install(self) -> None:
         super().install()
@@ -302,11 +313,13 @@ class _FirstCall(ForwardInPlace):
         super().remove(module, method)
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not module.training or not torch.is_grad_enabled():
+        then = self.options.get("then")
+        if then is not None and not (module.training and torch.is_grad_enabled()):
             return
         self.remove(module)
         self._before = [{*getattr(module, name)} for name in _HOOKS]
-        self.options["then"](Call(args, kwargs))
+        if then is not None:
+            then(Call(args, kwargs))
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if vars(module).get(self.method) is self:

@@ -181,6 +181,7 @@ class Applied:
             if applied_to(part) is self:
                 del part.__dict__[_NAME]
         self._undo.close()
+        self._has_hooks = False  # it is the optimizer that it was
         for function in self._after:
             function()
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import logging
+import pickle
 import re
 import warnings
 import weakref
@@ -330,6 +331,112 @@ def test_training_twice(tmp_path):
     assert type(first.optimizer) is torch.optim.AdamW
     other.fitted.undo()
     assert not any("forward" in vars(module) for module in run.model.modules())
+
+
+def test_a_larger_batch_in_a_second_training(tmp_path):
+    run = Run(tmp_path, fit(technique="as built"))
+    run.trainer.train_dataset = [{name: row[:16] for name, row in each.items()} for each in rows()]
+    run.train()
+    run.trainer.train_dataset = rows()
+    with pytest.warns(UserWarning, match="of 64 elements, and the step was predicted with 32"):
+        run.train()
+    assert not run.model._forward_pre_hooks
+
+
+def test_an_earlier_trials_model_may_go(tmp_path):
+    made, alive = [], []
+
+    def make():
+        model = gpt2()
+        made.append(weakref.ref(model))
+        return model
+
+    class Look(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            gc.collect()
+            alive.append([model() is not None for model in made])
+
+    run = Run(tmp_path, fit(technique="as built"), max_steps=1)
+    run.trainer.model_init = make  # as in hyperparameter_search()
+    run.trainer.add_callback(Look())
+    run.train().train()
+    assert alive[1][-2:] == [False, True]
+
+
+def test_lightnings_earlier_module_may_go():
+    callback = lightning_fit(technique="as built")
+    earlier = weakref.ref(lightning(callback)[0])
+    alive = []
+
+    class Look(pytorch.Callback):
+        def on_train_start(self, *_):
+            gc.collect()
+            alive.append(earlier() is not None)
+
+    lightning([callback, Look()])
+    assert alive == [False]
+
+
+def test_copies_before_the_first_step_are_in_no_training(tmp_path):
+    class Average(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **_):
+            self.model, self.saved = copy.deepcopy(model), pickle.dumps(model)
+
+    def train():
+        average = Average()
+        run = Run(tmp_path, fit(technique=IN_BACKWARD))
+        run.trainer.add_callback(average)
+        run.train()
+        return average, weakref.ref(run.model)
+
+    average, trained = train()
+    gc.collect()
+    assert trained() is None
+    batch = {name: row[None] for name, row in rows()[0].items()}
+    expected = [
+        gradients_of(model, batch) for model in (gpt2(), average.model, pickle.loads(average.saved))
+    ]
+    for others in expected[1:]:
+        assert all(map(torch.equal, expected[0], others))
+    assert "forward" not in vars(average.model) and not average.model._forward_pre_hooks
+
+
+def gradients_of(model, batch):
+    model.eval()(**batch)
+    torch.manual_seed(2)
+    model.train()(**batch).loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_undone_before_the_training_has_ended(raises):
+    callback = lightning_fit(technique=IN_BACKWARD)
+
+    class Undo(pytorch.Callback):
+        def on_train_batch_end(self, *_):
+            callback.fitted.undo()
+            if raises:
+                raise ValueError("the user's own error")
+
+    with pytest.raises(ValueError, match="user's own") if raises else contextlib.nullcontext():
+        lightning([callback, Undo()])
+    assert type(callback.fitted.optimizer) is torch.optim.AdamW
+    callback.fitted.rest()
+    callback.fitted.go_on()
+
+
+def test_where_memory_is_moved(tmp_path):
+    """As the error of a place that is none advises: "pass offload=FOLDER"."""
+    options = {"technique": "gradients elsewhere", "offload": tmp_path}
+    callback, clips = fit(**options), {"max_grad_norm": 0.5}
+    Run(tmp_path, callback, **clips).train().assert_same(Run(tmp_path, **clips).train())
+    assert f"gradients lie in {tmp_path} until" in str(callback.fitted)
+    callback, clips = lightning_fit(**options), {"gradient_clip_val": 0.1}
+    assert lightning(callback, **clips)[0].losses == lightning(**clips)[0].losses
+    assert f"gradients lie in {tmp_path} until" in str(callback.fitted)
+    for make in (fit, lightning_fit):
+        with pytest.raises(TypeError, match="Fit: offload must be 'cpu', a folder or None, got i"):
+            make(offload=3)
 
 
 def test_a_model_with_hooks_is_called_once(tmp_path):
