@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..shared.modules import calling_module
 from .region import check_options, checkpoint
+
+_REPLICATE = "_replicate_for_data_parallel"
 
 
 class ForwardInPlace:
@@ -73,33 +76,37 @@ class ForwardInPlace:
 
     def install(self) -> None:
         self.module.__dict__[self.method] = self
-        self.module.__dict__["_replicate_for_data_parallel"] = self.replicate
+        self.module.__dict__[_REPLICATE] = self.replicate
 
     @classmethod
     def remove(cls, module: nn.Module, method: str = "forward") -> None:
         found = module.__dict__.get(method)
         if isinstance(found, cls):
-            del module.__dict__[method], module.__dict__["_replicate_for_data_parallel"]
+            del module.__dict__[method], module.__dict__[_REPLICATE]
             if found.own is not None:
                 module.__dict__[method] = found.own
+            for left in _in_place_of(module):
+                module.__dict__[_REPLICATE] = left.replicate
 
     def replicate(self) -> nn.Module:
         """A replica has a copy of ``__dict__``, and would run the forward of this module."""
         replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
-        standing_in = type(self)(replica, self.options, self.method)
-        standing_in.own = self.own
-        standing_in.install()
+        for each in _in_place_of(self.module):
+            standing_in = type(each)(replica, each.options, each.method)
+            standing_in.own = each.own
+            standing_in.install()
         return replica
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         if not torch.compiler.is_compiling():
-            # A shallow copy of the module has this same object in its __dict__; only the caller
-            # says which of them is meant.
-            caller = sys._getframe(1).f_locals.get("self")
-            if isinstance(caller, nn.Module) and caller.__dict__.get(self.method) is self:
-                module = caller
+            module = calling_module(self.method, self) or module
         return self.call(module, args, kwargs)
+
+
+def _in_place_of(module: nn.Module) -> list[ForwardInPlace]:
+    """Returns what stands in for methods of a module."""
+    return [value for value in module.__dict__.values() if isinstance(value, ForwardInPlace)]
 
 
 def _scripted(module: Any, *args: Any, **kwargs: Any) -> Any:

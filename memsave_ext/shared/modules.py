@@ -169,6 +169,23 @@ def is_compiled(module: nn.Module) -> bool:
     return in_place is not None or isinstance(module, _optimized())
 
 
+def calling_module(name: str, value: object) -> nn.Module | None:
+    """Returns the module whose method has called the caller, as its attribute ``name``.
+
+    A shallow copy, as DataParallel's replicas are, shares a module's attributes, and only this says
+    which of them is meant.
+    """
+    frame = sys._getframe(2)
+    if "self" not in (*frame.f_code.co_varnames, *frame.f_code.co_freevars):
+        return None
+    local = frame.f_locals
+    caller = local.get("self")
+    if sys.version_info < (3, 13):
+        local.clear()  # a copy, with which the frame would keep all its variables
+    named = isinstance(caller, nn.Module) and caller.__dict__.get(name) is value
+    return caller if named else None
+
+
 def _forget(watched: list[tuple[_Calls, _Watch]]) -> None:
     with _lock:
         for calls, watch in watched:
@@ -192,10 +209,7 @@ class _Calls:
         module: Any = self._module()
         if torch.compiler.is_compiling():
             return (self.compiled or module._call_impl)(*args, **kwargs)
-        # DataParallel's replicas share a module's attributes; only the caller says which is meant.
-        caller = sys._getframe(1).f_locals.get("self")
-        if isinstance(caller, nn.Module) and caller.__dict__.get(_NAME) is self:
-            module = caller
+        module = calling_module(_NAME, self) or module
         watches = self.watches
         for before, _, number in watches:
             before(number)
@@ -220,6 +234,7 @@ class _Calls:
             module.__dict__[_NAME] = self.compiled
 
 
-_eval_frame.set_code_exec_strategy(
-    _Calls.__call__.__code__, _eval_frame._FrameExecStrategy(_SKIP, _DEFAULT)
-)
+for _function in (_Calls.__call__, calling_module):
+    _eval_frame.set_code_exec_strategy(
+        _function.__code__, _eval_frame._FrameExecStrategy(_SKIP, _DEFAULT)
+    )

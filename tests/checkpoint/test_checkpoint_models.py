@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -128,6 +129,22 @@ def test_bad_options_are_refused_at_once(options, error, message):
         torch.compile(lambda x: ms.checkpoint(torch.sin, x, **options), backend="eager")(
             torch.randn(2, requires_grad=True)
         )
+
+
+def test_callers_keep_no_variables():
+    """Python up to 3.12 keeps those of a frame whose f_locals somebody has asked for."""
+
+    class Caller:
+        def run(self, forward):
+            kept = torch.empty(8)
+            reference = weakref.ref(kept)
+            forward(torch.randn(4, 8))
+            del kept
+            return reference() is None
+
+    model = nn.Linear(8, 8)
+    ms.checkpoint_modules(model, nn.Linear)
+    assert Caller().run(model) and Caller().run(model.forward)
 
 
 def test_hooks_and_options():

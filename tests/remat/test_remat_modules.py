@@ -92,6 +92,23 @@ def test_nothing_is_put_into_modules():
     assert [dict(module.__dict__) for module in model.modules()] == before
 
 
+def test_two_methods_of_a_module():
+    class Small(nn.Linear):
+        def training_step(self, x):
+            return self(x).square().sum()
+
+    for first in (0, 1):
+        net = Small(4, 4)
+        handles = [ms.remat_module(net), ms.remat_module(net, _method="training_step")]
+        handles[first].remove()
+        replica = net._replicate_for_data_parallel()
+        left = ("training_step", "forward")[first]
+        assert {"forward", "training_step"} & vars(replica).keys() == {left}
+        assert vars(replica)[left].module is replica
+        handles[1 - first].remove()
+        assert {"forward", "training_step", "_replicate_for_data_parallel"}.isdisjoint(vars(net))
+
+
 def test_a_module_outside_of_its_model():
     """What calls no module of the model is the model's caller's, also on the way through others."""
     model, other = Named(), Double()
