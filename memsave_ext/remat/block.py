@@ -277,8 +277,10 @@ class remat:  # noqa: N801, a context manager is used like a function
     ) -> None:
         if self._hooks is None:
             raise RuntimeError("remat: a `with remat()` that was not entered cannot be left")
-        self._recorder.close()
-        self._hooks.close()
+        try:
+            self._recorder.close()
+        finally:
+            self._hooks.close()
         if self._within is not None and error is None:
             recorder = self._budgeted("budget")
             if recorder.is_newly_short() and (limit := self._limit(recorder)):

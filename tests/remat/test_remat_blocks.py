@@ -97,6 +97,22 @@ def test_wrong_use():
         ms.remat(bytes="8GB")
 
 
+def test_hooks_of_blocks_that_are_left_out_of_order_go():
+    def block(model=None):
+        with ms.remat(model, budget="1GB"):
+            yield torch.ones(4, requires_grad=True).sin()
+
+    model, hooks = nn.Linear(4, 4), torch.nn.modules.module._global_forward_pre_hooks
+    before = len(hooks)
+    for of in (None, model):
+        outer, inner = block(of), block()
+        next(outer), next(inner)
+        with pytest.raises(RuntimeError, match="must be left"):
+            outer.close()
+        inner.close()
+    assert len(hooks) == before and not model._forward_pre_hooks
+
+
 def test_blocks_are_left_in_order_and_by_their_thread():
     outer, inner = ms.remat(), ms.remat()
     outer.__enter__()
