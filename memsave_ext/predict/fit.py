@@ -213,13 +213,14 @@ def fitted(
                     "the model's number of parameters": sum(p.numel() for p in model.parameters()),
                 },
             )
+        progress = None if verbose and warns else False
         with torch.inference_mode(False), torch.enable_grad():
             ranks = None if meeting is None else ranks_there("fit")
 
             def tried(among: Sequence[Techniques]) -> Fits:
                 return search(
                     build, limit, device=device, among=among, refused=refused, method=method,
-                    place=place, others=beside, ranks=ranks, timeout=timeout,
+                    place=place, others=beside, ranks=ranks, progress=progress, timeout=timeout,
                 )  # fmt: skip
 
             if meeting is None or technique is not None:

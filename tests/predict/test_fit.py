@@ -271,6 +271,14 @@ def test_the_time_of_the_first_steps_is_told(capsys, verbose):
     fitted.undo()
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_progress_is_shown_where_it_talks(capsys, monkeypatch, verbose):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    ms.fit(model, None, x, budget="1GB", loss=torch.sum, verbose=verbose)
+    assert ("as built" in capsys.readouterr().err) == verbose
+
+
 def test_the_step_as_built_is_told_of_the_predicted_ratio(capsys):
     loop = Loop()
 
