@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -350,17 +350,16 @@ class _WatchedFile(MappedFile):
 
 def _watch(reference: weakref.ref[_WatchedFile]) -> None:
     """Lets go of what is mapped where it is more than may be, until the file is gone."""
-    least = _mapped_bytes()
-    while True:
-        time.sleep(_PAUSE)
-        if (file := reference()) is None:
-            return
-        mapped = _mapped_bytes()
-        if mapped - least > file.room:
-            file.let_go()
-            mapped = least = _mapped_bytes()
-        least = min(least, mapped)
+    least = sys.maxsize
+    while (file := reference()) is not None:
+        with suppress(OSError):  # the process may have too many files open for a moment
+            mapped = _mapped_bytes()
+            if mapped - least > file.room:
+                file.let_go()
+                mapped = least = _mapped_bytes()
+            least = min(least, mapped)
         del file
+        time.sleep(_PAUSE)
 
 
 def _mapped_bytes() -> int:

@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import time
 import weakref
 
 import pytest
@@ -170,6 +171,24 @@ def test_let_go_beside_training(tmp_path):
 
 
 # ---- who uses weights ----
+
+
+def test_watched_on_where_no_file_can_be_opened_for_a_moment(tmp_path, monkeypatch):
+    calls, mapped = [], weights._mapped_bytes
+
+    def fails():
+        calls.append(1)
+        if len(calls) < 4:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return mapped()
+
+    monkeypatch.setattr(weights, "_mapped_bytes", fails)
+    handle = ms.weights_on(nn.Linear(512, 512), tmp_path)
+    end = time.monotonic() + 20
+    while len(calls) < 6 and time.monotonic() < end:
+        time.sleep(0.01)
+    handle.remove()
+    assert len(calls) >= 6
 
 
 def test_averages_copies_and_saved_states(tmp_path):
