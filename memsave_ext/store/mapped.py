@@ -66,7 +66,8 @@ class Place(Protocol):
     def has(self, tensor: Tensor) -> bool: ...
 
 
-_all: weakref.WeakSet[Place] = weakref.WeakSet()
+# By id: a thread may look at all of them, which a WeakSet lets it not, while another adds one.
+_all: weakref.WeakValueDictionary[int, Place] = weakref.WeakValueDictionary()
 _PLAIN = (Tensor, nn.Parameter)
 _PRETENDS = "_memsave_ext_mapped"  # an attribute of fake tensors
 _used = False  # whether there has ever been one, also a pretended one
@@ -86,7 +87,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def add(place: Place) -> None:
     """Has :func:`is_mapped` ask a place, too, as long as it lives."""
-    _all.add(place)
+    _all[id(place)] = place
     _note_use()
 
 
@@ -114,7 +115,10 @@ def pretends(tensor: Tensor) -> bool:
 def is_mapped(tensor: Tensor) -> bool:
     """Whether its memory is mapped, or managed by CUDA; of a prediction's tensor, whether it would
     be."""
-    return pretends(tensor) or any(place.has(tensor) for place in _all)
+    if pretends(tensor):
+        return True
+    places = (reference() for reference in _all.valuerefs())
+    return any(place is not None and place.has(tensor) for place in places)
 
 
 def any_mapped(tensors: Iterable[Tensor]) -> bool:

@@ -1,6 +1,9 @@
 """Whose parameters are stepped in backward: optimizers that are gone, living ones, and pauses."""
 
 import gc
+import sys
+import threading
+import time
 import weakref
 
 import pytest
@@ -8,6 +11,8 @@ import torch
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext.adam import owners
+from memsave_ext.store import mapped
 
 
 def model():
@@ -282,3 +287,35 @@ def test_attach_names_clip_global_norm(tmp_path):
     finally:
         torch.distributed.destroy_process_group()
     del ddp, optimizer, stepped
+
+
+@pytest.mark.once
+def test_looked_for_while_another_thread_makes_one():
+    """Also places where tensors may lie."""
+
+    class Place:
+        def has(self, tensor):
+            return False
+
+    param = nn.Parameter(torch.zeros(4))
+    places = [Place() for _ in range(8)]
+    for place in places:
+        mapped.add(place)
+    optimizers = [ms.SGD([param]) for _ in range(8)]
+    end, before, made = time.monotonic() + 2, sys.getswitchinterval(), []
+
+    def make():
+        while time.monotonic() < end:
+            made[:] = ms.SGD([param]), Place()
+            mapped.add(made[1])
+
+    sys.setswitchinterval(1e-6)  # threads take turns more often
+    maker = threading.Thread(target=make)
+    maker.start()
+    try:
+        while time.monotonic() < end:
+            assert not mapped.is_mapped(param)
+            assert {*map(id, optimizers)} <= {*map(id, owners.alive_optimizers())}
+    finally:
+        sys.setswitchinterval(before)
+        maker.join()
