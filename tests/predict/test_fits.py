@@ -348,6 +348,15 @@ def test_the_command_line(capsys):
         main(["fits", f"{__name__}:failing", "--budget", "1GB"])
 
 
+def test_the_command_lines_places_and_devices(capsys):
+    on_cpu = ["fits", f"{__name__}:build", "--budget", "1GB", "--device", "cpu"]
+    assert main([*on_cpu, "--offload", "/nonexistent"]) == 2
+    told = capsys.readouterr()
+    assert "fits: offload" in told.err and "/nonexistent" in told.err and not told.out
+    assert main([*on_cpu, "--devices", "4-1", "--shard", "ddp"]) == 0
+    assert "1 device" in capsys.readouterr().out
+
+
 def test_a_step_that_calls_parts_of_the_model():
     def parts():
         model, optimizer, _ = build()
