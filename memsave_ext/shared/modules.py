@@ -176,12 +176,11 @@ def calling_module(name: str, value: object) -> nn.Module | None:
     which of them is meant.
     """
     frame = sys._getframe(2)
-    if "self" not in (*frame.f_code.co_varnames, *frame.f_code.co_freevars):
+    # Until Python 3.12 a frame that is asked for its variables keeps them: not a user's loop.
+    is_torchs = frame.f_globals.get("__name__", "").startswith("torch.")
+    if not is_torchs and frame.f_code.co_name != "__call__":
         return None
-    local = frame.f_locals
-    caller = local.get("self")
-    if sys.version_info < (3, 13):
-        local.clear()  # a copy, with which the frame would keep all its variables
+    caller = frame.f_locals.get("self")
     named = isinstance(caller, nn.Module) and caller.__dict__.get(name) is value
     return caller if named else None
 

@@ -142,9 +142,16 @@ def test_callers_keep_no_variables():
             del kept
             return reference() is None
 
+        def tell(self, forward):
+            mine = locals()
+            forward(torch.randn(4, 8))
+            return [*mine]
+
     model = nn.Linear(8, 8)
     ms.checkpoint_modules(model, nn.Linear)
-    assert Caller().run(model) and Caller().run(model.forward)
+    for forward in (model, model.forward):
+        assert Caller().run(forward)
+        assert Caller().tell(forward) == ["self", "forward"]
 
 
 def test_hooks_and_options():
