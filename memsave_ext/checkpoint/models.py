@@ -100,7 +100,7 @@ class ForwardInPlace:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         if not torch.compiler.is_compiling():
-            module = calling_module(self.method, self) or module
+            module = calling_module(self.method, self, module)
         return self.call(module, args, kwargs)
 
 

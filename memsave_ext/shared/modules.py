@@ -169,8 +169,9 @@ def is_compiled(module: nn.Module) -> bool:
     return in_place is not None or isinstance(module, _optimized())
 
 
-def calling_module(name: str, value: object) -> nn.Module | None:
-    """Returns the module whose method has called the caller, as its attribute ``name``.
+def calling_module(name: str, value: object, module: nn.Module) -> nn.Module:
+    """Returns the module whose method has called the caller, as its attribute ``name``; ``module``
+    where it was another one's.
 
     A shallow copy, as DataParallel's replicas are, shares a module's attributes, and only this says
     which of them is meant.
@@ -179,10 +180,11 @@ def calling_module(name: str, value: object) -> nn.Module | None:
     # Until Python 3.12 a frame that is asked for its variables keeps them: not a user's loop.
     is_torchs = frame.f_globals.get("__name__", "").startswith("torch.")
     if not is_torchs and frame.f_code.co_name != "__call__":
-        return None
+        return module
     caller = frame.f_locals.get("self")
-    named = isinstance(caller, nn.Module) and caller.__dict__.get(name) is value
-    return caller if named else None
+    if isinstance(caller, nn.Module) and caller.__dict__.get(name) is value:
+        return caller
+    return module
 
 
 def _forget(watched: list[tuple[_Calls, _Watch]]) -> None:
@@ -208,7 +210,7 @@ class _Calls:
         module: Any = self._module()
         if torch.compiler.is_compiling():
             return (self.compiled or module._call_impl)(*args, **kwargs)
-        module = calling_module(_NAME, self) or module
+        module = calling_module(_NAME, self, module)
         watches = self.watches
         for before, _, number in watches:
             before(number)

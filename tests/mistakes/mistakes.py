@@ -555,9 +555,23 @@ MISTAKES = [
     Mistake(
         "what was recomputed stays after its last reader",
         "csrc/remat/saved.cpp",
-        "    (void)open_held();\n",
-        "    if (!MISTAKE) (void)open_held();\n",
+        "in this backward.\n    if (auto tensor = open_held()) return *tensor;\n",
+        "in this backward.\n    if (!MISTAKE) if (auto tensor = open_held()) return *tensor;\n",
         ("remat/test_remat_backward.py::test_a_step_that_another_backward_cannot_follow",),
+    ),
+    Mistake(
+        "recomputed memory that has become a gradient is handed out again",
+        "csrc/remat/content.cpp",
+        "if (is_changed()) return {};",
+        "if (is_changed() && !MISTAKE) return {};",
+        ("remat/test_remat_backward.py::test_a_gradient_that_was_a_saved_value_is_written",),
+    ),
+    Mistake(
+        "what is saved keeps its own graph",
+        "csrc/remat/saved.cpp",
+        "return tensor.is_leaf() ? tensor : tensor.detach();",
+        "return tensor.is_leaf() || MISTAKE ? tensor : tensor.detach();",
+        ("remat/test_remat_backward.py::test_a_graph_that_no_backward_frees_goes_with_its_result",),
     ),
     Mistake(
         "an operator that runs again draws other numbers",
