@@ -11,10 +11,11 @@
 
 #ifdef MEMSAVE_EXT_CHECK_LOCKS
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
-#include <vector>
+#include <type_traits>
 #endif
 
 namespace memsave_ext {
@@ -59,7 +60,7 @@ enum class LockOrder {
 class LocksHeld {
  public:
   static void await(const void* lock, LockOrder order) {
-    const auto& all = held();
+    auto& all = held();
     const auto is_it = [&](const Held& other) { return other.lock == lock; };
     if (std::any_of(all.begin(), all.end(), is_it)) return;  // a recursive one
     for (const Held& other : all) {
@@ -73,11 +74,17 @@ class LocksHeld {
     std::fprintf(stderr, "%s\n", what.c_str());
     std::abort();
   }
-  static void took(const void* lock, LockOrder order) { held().push_back({lock, order}); }
+  static void took(const void* lock, LockOrder order) {
+    auto& all = held();
+    if (all.count == all.locks.size()) abort("a thread holds more locks than csrc/locks.h counts");
+    all.locks[all.count++] = {lock, order};
+  }
   static void left(const void* lock) {
     auto& all = held();
-    const auto is_it = [&](const Held& other) { return other.lock == lock; };
-    all.erase(std::next(std::find_if(all.rbegin(), all.rend(), is_it)).base());
+    auto* last = all.end();
+    while ((--last)->lock != lock) continue;
+    std::copy(last + 1, all.end(), last);
+    --all.count;
   }
 
  private:
@@ -85,10 +92,20 @@ class LocksHeld {
     const void* lock;
     LockOrder order;
   };
+  // Without a destructor, for locks are taken after those of thread_local objects have run: torch's
+  // libraries leave at the end of the process, and whoever listens is told.
+  struct HeldLocks {
+    std::array<Held, 64> locks;
+    size_t count;
+
+    Held* begin() { return locks.data(); }
+    Held* end() { return locks.data() + count; }
+  };
   // One for all libraries of a process.
-  __attribute__((visibility("default"))) static std::vector<Held>& held() {
-    static thread_local std::vector<Held> locks;
-    return locks;
+  __attribute__((visibility("default"))) static HeldLocks& held() {
+    static thread_local HeldLocks all;
+    static_assert(std::is_trivially_destructible_v<HeldLocks>);
+    return all;
   }
 };
 #else

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -87,6 +88,8 @@ def main() -> None:
         runs = list(pool.map(lambda native: run(parts[native], native, full), ways))
     for done in runs:
         print(done.stdout, end="")
+        if done.returncode < 0:
+            print(f"forked.py was ended by {signal.Signals(-done.returncode).name}")
     if any(done.returncode for done in runs):
         sys.exit("emulate: tests on the device failed, or mistakes were not seen")
     seen = [part for of in parts.values() for part in of if "mistake" in part]
@@ -117,7 +120,16 @@ def parts_of(native: bool, words: list[str], full: bool) -> Iterator[dict[str, o
 def run(
     parts: list[dict[str, object]], native: bool, full: bool
 ) -> subprocess.CompletedProcess[str]:
-    options = ["-q", "-p", "no:cacheprovider", "-p", "checked_streams", "--rootdir", str(ROOT)]
+    options = [
+        "-q",
+        "--disable-warnings",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "checked_streams",
+        "--rootdir",
+        str(ROOT),
+    ]
     options += ["--full"] if full else []
     environment = {
         **os.environ,

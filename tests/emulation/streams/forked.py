@@ -80,7 +80,10 @@ def is_right(part: Part, status: int, text: str) -> bool:
     """Whether the tests have passed, or the mistake was seen by what is checked; says how."""
     if part.mistake is None:
         print(text, end="", flush=True)
-        return status in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
+        right = status in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
+        if not right:
+            print(f"exit status {status}: {part}", flush=True)
+        return right
     mistake = MISTAKES[part.mistake]
     lines = [x for x in text.splitlines() if x.startswith("E ") or "Timeout" in x]
     ways = mistake.seen.split("|")  # which of them comes first is a matter of time
