@@ -584,7 +584,10 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
     call.random = Random::of(op, inputs);
     recording->repeatable = call.random.has_value();
   }
-  if (op.dropout_state && inputs[*op.dropout_state].isTensor()) recording->repeatable = false;
+  if (op.dropout_state && inputs[*op.dropout_state].isTensor() &&
+      inputs[*op.dropout_state].toTensor().defined()) {
+    recording->repeatable = false;  // dropout changes it unseen
+  }
   const bool trains = op.is_torch_batch_norm && trains_batch_norm(inputs);
   if (op.is_torch_batch_norm && !trains && inputs.size() > 3 && inputs[3].isTensor()) {
     recording->repeatable = false;  // it reads running statistics, which change unseen

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from on_device import HAS_CUDA, capture, needs_cuda, on_every_device
+from on_device import HAS_CUDA, another_stream, capture, needs_cuda, on_every_device
 from torch import nn
 from torch.nn import functional as F
 
@@ -123,14 +123,31 @@ def test_every_step_keeps_to_the_budget(whole_module, share, device):
 @pytest.mark.parametrize("form", ["everything", "budget"])
 def test_on_another_stream(form):
     expected, _ = train("cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with another_stream():
         found, dropped = train("cuda", form)
-    torch.cuda.current_stream().wait_stream(stream)
     assert all(dropped)
     for f, e in zip(found, expected, strict=True):
         assert torch.equal(f, e)
+
+
+@needs_cuda
+@pytest.mark.skipif(not torch.backends.cudnn.is_available(), reason="needs cuDNN")
+def test_recurrent_nets_are_recomputed_without_dropout():
+    """The state of cuDNN's dropout changes unseen: with it they are kept."""
+    torch.manual_seed(0)
+    x, *state = (torch.randn(n, 8, 32, device="cuda") for n in (64, 2, 2))
+    dropped = {}
+    for dropout in (0.0, 0.5):
+        net = nn.LSTM(32, 32, num_layers=2, dropout=dropout).cuda()
+        with ms.remat(net, _everything=True) as r:
+            loss = net(x, tuple(state))[0].square().sum()
+        found = torch.autograd.grad(loss, list(net.parameters()))
+        dropped[dropout] = r.figures().dropped_bytes
+        if dropout == 0.0:
+            plain = net(x, tuple(state))[0].square().sum()
+            for f, e in zip(found, torch.autograd.grad(plain, list(net.parameters())), strict=True):
+                torch.testing.assert_close(f, e, rtol=1e-4, atol=1e-4)
+    assert dropped[0.5] == 0 < dropped[0.0]
 
 
 @needs_cuda
@@ -167,10 +184,7 @@ def test_moved(share, place, tmp_path):
 @pytest.mark.parametrize("on_another_stream", [False, True])
 def test_every_second_content_moved(on_another_stream):
     expected, _ = train("cuda")
-    stream = torch.cuda.Stream() if on_another_stream else torch.cuda.current_stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with another_stream() if on_another_stream else contextlib.nullcontext():
         found, _ = train("cuda", "moved")
-    torch.cuda.current_stream().wait_stream(stream)
     for f, e in zip(found, expected, strict=True):
         assert torch.equal(f, e)
