@@ -38,6 +38,16 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
+@contextlib.contextmanager
+def another_stream():
+    """Inside, work goes to a stream of its own, after what came before it and before what comes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
 def capture(step, warmup=3):
     """(replay of a CUDA graph of ``step()``, what that returned), after ``warmup`` steps.
 
@@ -47,12 +57,9 @@ def capture(step, warmup=3):
         for _ in range(warmup):
             result = step()
         return step, result
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with another_stream():
         for _ in range(warmup):
             step()
-    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = step()

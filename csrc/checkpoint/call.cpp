@@ -3,12 +3,15 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <optional>
+
 namespace memsave_ext::checkpoint {
 
 namespace py = pybind11;
 
 at::Tensor detached(const at::Tensor& tensor) {
-  const py::gil_scoped_release no_gil;
+  std::optional<py::gil_scoped_release> no_gil;
+  if (PyGILState_Check()) no_gil.emplace();
   return tensor.detach();
 }
 

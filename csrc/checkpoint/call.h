@@ -34,9 +34,9 @@ class FunctionResult {
   bool is_sequence_;
 };
 
-// These need the GIL and release it meanwhile: autograd's accessors lock the tensor's mutex, which
-// another thread's operator may hold while it waits for the GIL.
-at::Tensor detached(const at::Tensor& tensor);
+// Autograd's accessors lock the tensor's mutex, which another thread's operator may hold while it
+// waits for the GIL. These release it meanwhile.
+at::Tensor detached(const at::Tensor& tensor);  // with the GIL or without
 torch::autograd::Edge gradient_edge(
     const at::Tensor& tensor);  // invalid where it requires no gradient
 torch::autograd::SavedVariable save_input(const at::Tensor& tensor);

@@ -355,7 +355,7 @@ void Recompute::check(const std::vector<Read>& reads) const {
 
 std::shared_ptr<Saved> RecomputePacker::pack(at::Tensor& tensor) {
   // Never with a graph: the value would keep the recompute's graph alive.
-  if (tensor.requires_grad()) tensor = PyGILState_Check() ? detached(tensor) : tensor.detach();
+  if (tensor.requires_grad()) tensor = detached(tensor);
   if (!run_.save(tensor)) throw_stop();
   return nullptr;
 }

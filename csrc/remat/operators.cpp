@@ -26,6 +26,11 @@ bool any_begins(std::string_view name, std::initializer_list<std::string_view> b
                      [&](std::string_view beginning) { return starts_with(name, beginning); });
 }
 
+template <size_t count>
+bool is_one_of(std::string_view name, const std::string_view (&names)[count]) {
+  return std::find(std::begin(names), std::end(names), name) != std::end(names);
+}
+
 bool is_collective(std::string_view name) {
   return any_begins(name, {"c10d::", "_c10d_functional::", "c10d_functional::", "symm_mem::"});
 }
@@ -48,7 +53,7 @@ bool is_torchs(std::string_view name) {
                                                "rngprims",       "sparse",
                                                "static_runtime", "streams"};
   const std::string_view space = name.substr(0, name.find("::"));
-  return std::find(std::begin(names), std::end(names), space) != std::end(names);
+  return is_one_of(space, names);
 }
 
 // What other libraries call operators that wait for other processes, and the arguments of these.
@@ -84,7 +89,7 @@ bool has_unseen_effects(std::string_view name) {
                                                "aten::batch_norm_gather_stats",
                                                "aten::batch_norm_gather_stats_with_counts",
                                                "aten::from_file"};
-  return std::find(std::begin(names), std::end(names), name) != std::end(names);
+  return is_one_of(name, names);
 }
 
 // Operators that fill a tensor without reading it.
@@ -93,7 +98,7 @@ bool is_filling(std::string_view name) {
       "aten::bernoulli_", "aten::cauchy_", "aten::copy_",      "aten::exponential_",
       "aten::fill_",      "aten::zero_",   "aten::normal_",    "aten::geometric_",
       "aten::uniform_",   "aten::random_", "aten::log_normal_"};
-  return std::find(std::begin(names), std::end(names), name) != std::end(names);
+  return is_one_of(name, names);
 }
 
 // Frequent operators that compute no element alone, and multiply no matrices.
@@ -124,7 +129,7 @@ bool is_reducing_or_moving(std::string_view name) {
                                                "aten::upsample_nearest2d",
                                                "aten::zero_",
                                                "memsave_ext::batch_norm_forward"};
-  return std::find(std::begin(names), std::end(names), name) != std::end(names);
+  return is_one_of(name, names);
 }
 
 bool is_heavy_name(std::string_view name) {
@@ -133,7 +138,7 @@ bool is_heavy_name(std::string_view name) {
       "aten::mv",    "aten::addmv", "aten::dot",     "aten::vdot",     "aten::addr",
       "aten::sort",  "aten::topk",  "aten::argsort", "aten::kthvalue", "aten::_addmm_activation",
       "aten::cumsum"};
-  if (std::find(std::begin(exact), std::end(exact), name) != std::end(exact)) return true;
+  if (is_one_of(name, exact)) return true;
   if (any_begins(name, {"aten::linalg_", "aten::_linalg", "aten::_fft", "aten::fft_",
                         "aten::unique", "aten::_unique", "aten::_scaled_dot", "aten::_flash",
                         "aten::_efficient_attention", "aten::mkldnn_", "aten::_cdist",

@@ -16,7 +16,7 @@ namespace {
 
 // What autograd saves of its own results has a graph already, which would hold itself by it.
 at::Tensor without_graph(const at::Tensor& tensor) {
-  return tensor.is_leaf() ? tensor : tensor.detach();
+  return tensor.is_leaf() ? tensor : checkpoint::detached(tensor);
 }
 
 class BlockSaved final : public checkpoint::Saved {

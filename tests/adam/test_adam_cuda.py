@@ -3,6 +3,7 @@
 import pytest
 import torch
 from adam_operator import step_
+from on_device import another_stream, capture
 from torch import nn
 
 import memsave_ext as ms
@@ -115,12 +116,9 @@ def test_a_count_on_the_host_is_not_captured(in_backward):
         net(x).square().mean().backward()
         optimizer.step()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with another_stream():
         for _ in range(3):
             step()
-    torch.cuda.current_stream().wait_stream(stream)
     before = [int(state["step"]) for state in optimizer.state.values()]
     with (
         pytest.raises(RuntimeError, match="capturable=True"),
@@ -141,18 +139,10 @@ def test_a_captured_training_step():
         net(x).square().mean().backward()
         optimizer.step()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(nets[0], ours)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(nets[0], ours)
+    replay, _ = capture(lambda: step(nets[0], ours))
     lr.fill_(1e-3)
     for _ in range(5):
-        graph.replay()
+        replay()
     for _ in range(8):
         step(nets[1], theirs)
     for p, q in zip(*(n.parameters() for n in nets), strict=True):

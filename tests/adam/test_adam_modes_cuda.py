@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from modes import BF16, FP16, FP32, FP64, assert_same, both_ways, nothing_in_backward, tensors
+from on_device import capture
 from torch import nn
 
 import memsave_ext as ms
@@ -348,17 +349,9 @@ def test_a_captured_step_of_a_mode(case):
         optimizer.step()
         optimizer.zero_grad()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(*runs[0])
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(*runs[0])
+    replay, _ = capture(lambda: step(*runs[0]))
     for _ in range(5):
-        graph.replay()
+        replay()
     for _ in range(8):
         step(*runs[1])
     torch.cuda.synchronize()

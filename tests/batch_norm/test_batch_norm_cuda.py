@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from on_device import capture
 from torch import nn
 
 import memsave_ext as ms
@@ -339,18 +340,10 @@ def test_streams_at_once():
 def test_graph_capture(shape, layout):
     bn = ms.BatchNorm2d(shape[1], activation="relu", track_running_stats=False).cuda()
     x = make(shape, layout=layout).requires_grad_()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step(bn, x)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(bn, x)
+    replay, captured = capture(lambda: step(bn, x))
     with torch.no_grad():
         x.copy_(make(shape, layout=layout, mean=-1))
-    graph.replay()
+    replay()
     torch.cuda.synchronize()
     assert_same(captured, step(bn, x))
 

@@ -8,6 +8,7 @@ import torch
 from on_device import (
     FORMS,
     HAS_CUDA,
+    another_stream,
     assert_same_values,
     capture,
     every_form,
@@ -180,11 +181,8 @@ def test_forward_and_backward_in_different_graphs_are_refused(form):
     def forward():
         return FORMS[form](lambda a: F.dropout(linear(a), 0.5), 1, x, *linear.parameters()).sum()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with another_stream():
         forward().backward()
-    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = forward()

@@ -3,7 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from on_device import needs_cuda, needs_kernels, no_synchronisation, on_every_device
+from on_device import (
+    another_stream,
+    needs_cuda,
+    needs_kernels,
+    no_synchronisation,
+    on_every_device,
+)
 from torch import nn
 
 import memsave_ext as ms
@@ -83,12 +89,9 @@ def test_kernels_beside_pure_python(kernel, device):
 def test_on_another_stream():
     x, weight, target = problem("cuda", FP32)
     expected = exact(x, weight, target)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with another_stream():
         loss = ms.linear_cross_entropy(x, weight, target, chunk_size=256)
         found = (loss.detach(), *torch.autograd.grad(loss, (x, weight)))
-    torch.cuda.current_stream().wait_stream(stream)
     for f, e in zip(found, expected, strict=True):
         torch.testing.assert_close(f.cpu().double(), e, rtol=1e-4, atol=1e-5)
 
