@@ -36,8 +36,8 @@ struct Group {
 
 // As torch keeps it, the moments that the rule has: SGD's is momentum_buffer. step is a scalar, on
 // the CPU or the parameter's device. The scales are defined with moments in blocks alone;
-// `moments`, in place of exp_avg and exp_avg_sq, where is_joint(); param_low_part with ParamFormats
-// that have one.
+// `moments`, in place of exp_avg and exp_avg_sq, where is_joint(); param_low_part where the
+// ParamFormat has one.
 struct State {
   at::Tensor step, exp_avg, exp_avg_sq, max_exp_avg_sq, moments, exp_avg_scale, exp_avg_sq_scale,
       momentum_buffer, momentum_buffer_scale, param_low_part;

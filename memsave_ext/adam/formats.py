@@ -158,12 +158,6 @@ class StateFormat:
         """
         return self.codes is not None and self.codes.bits <= 4
 
-    def bytes_per_element(self, param: torch.dtype) -> float:
-        """Returns the bytes of both moments and their scales per element, without amsgrad."""
-        if self.codes is None:
-            return 2 * (self.dtype or param).itemsize
-        return 2 * (self.codes.bits / 8 + torch.float32.itemsize / self.codes.block)
-
 
 STATE_FORMATS = tuple(
     StateFormat(

@@ -6,14 +6,13 @@ It kept the Kahan compensation of a parameter, what rounding took from it, in an
 
 from __future__ import annotations
 
-import sys
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..shared.dtensor import as_placed, local_tensor
+from ..shared.warn import warn
 
 
 def replace(options: dict[str, Any]) -> bool:
@@ -28,22 +27,11 @@ def replace(options: dict[str, Any]) -> bool:
 def replace_given(options: dict[str, Any]) -> None:
     """The same for options that a user has written, with a FutureWarning for that line."""
     if replace(options):
-        warnings.warn(
+        warn(
             "memsave_ext: bf16='kahan' now does the same as bf16='split', which takes the same "
             "memory and is exact: write bf16='split'. Later versions will refuse 'kahan'.",
             FutureWarning,
-            stacklevel=_users_line(),
         )
-
-
-def _users_line() -> int:
-    """Returns the stacklevel, for the caller's warning, of the first line that is not ours."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_globals.get("__name__", "").partition(".")[0] in ("memsave_ext", "torch"):
-        if frame.f_back is None:
-            break
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ class Lion(Native):
             ``state_dtype="4bit"`` is for two moments, Adam's.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :class:`Adam`.
+        OSError, TypeError, ValueError, RuntimeError: as :class:`Adam`.
 
     Source: Chen et al. 2023, arXiv 2302.06675.
     """
@@ -53,4 +53,4 @@ class Lion(Native):
         }  # fmt: skip
         self._take_options(options, in_backward=in_backward, **modes)
         super().__init__(params, options)
-        self._begin(in_backward, stacklevel=2 if type(self) is Lion else 3)
+        self._begin(in_backward)

@@ -30,6 +30,9 @@ DEFAULTS: dict[str, Any] = {
 _SWITCHES = (
     "amsgrad", "maximize", "capturable", "decoupled_weight_decay", "differentiable", "nesterov"
 )  # fmt: skip
+_OF_ALL_GROUPS = (
+    "in_backward", "small_bytes", "bucket_bytes", "grads_on", "clip_global_norm", "grad_scaler"
+)  # fmt: skip
 _OF_RULES = ("betas", "eps", "dampening")  # a group has some of them, by its rule
 _STORAGE = ("bf16", "state_dtype")  # the options that decide what a state consists of
 
@@ -86,8 +89,15 @@ def refuse_two_norms(groups: list[dict[str, Any]]) -> None:
         raise errors.two_norms()
 
 
-def refuse_options_of_others(group: dict[str, Any], defaults: dict[str, Any], kind: str) -> None:
-    """Raises TypeError where a param group has an option by which another rule would step it."""
+def refuse_options(group: dict[str, Any], defaults: dict[str, Any], kind: str) -> None:
+    """Raises TypeError where a param group has an option of the whole optimizer, or one by which
+    another rule would step it."""
+    for name in _OF_ALL_GROUPS:
+        if name in group:
+            raise TypeError(
+                f"a param group of {kind} cannot have the option {name!r}, which is one of the "
+                f"whole optimizer: pass it to {kind}() itself"
+            )
     for name in ("amsgrad", "dampening"):
         if name in group and name not in defaults:
             raise TypeError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..shared.dtensor import local_tensor
+from ..shared.warn import warn
 from . import kahan, modes
 from .elsewhere import place_of, put_state, put_states
 from .own_optimizer import step_of
@@ -66,11 +66,8 @@ class Native(InBackward):
             }  # fmt: skip
             modes.refuse_differentiable(self._modes | ours)
 
-    def _begin(self, in_backward: bool, stacklevel: int) -> None:
-        """Makes the stepper and attaches it, after the optimizer is made.
-
-        ``stacklevel``: from the constructor that calls this one to the user's line.
-        """
+    def _begin(self, in_backward: bool) -> None:
+        """Makes the stepper and attaches it, after the optimizer is made."""
         self._reserve(self.param_groups)
         self._make_stepper()
         if self._gradients is not None:
@@ -79,12 +76,10 @@ class Native(InBackward):
             self._attach(p for g in self.param_groups for p in g["params"])
             self._in_backward = True
         elif in_backward:
-            warnings.warn(
+            warn(
                 "memsave_ext: clip_global_norm needs all gradients, so that in_backward=True steps "
                 "nothing in backward: leave in_backward out, or use max_grad_norm or grads_on= in "
                 "place of clip_global_norm",
-                UserWarning,
-                stacklevel=stacklevel + 1,
             )
         self._choose_unscaling()
 
@@ -105,7 +100,7 @@ class Native(InBackward):
             if "states_on" in param_group:
                 param_group["states_on"] = place_of(param_group["states_on"])
             modes.refuse_twice(param_group["params"])
-            modes.refuse_options_of_others(param_group, self.defaults, type(self).__name__)
+            modes.refuse_options(param_group, self.defaults, type(self).__name__)
             complete = {**self.defaults, **param_group}
             modes.check_options(complete)
             modes.check_ranges(complete)

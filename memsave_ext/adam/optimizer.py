@@ -46,15 +46,15 @@ class Adam(Native, torch.optim.Adam):
             parameters of 4096 elements or more, ``"8bit"`` or ``"4bit"``, in blocks of 256 or 128
             elements with a scale. None is float32, and float64 for float64 parameters.
         seed: the seed of random rounding.
-        max_grad_norm: clips each parameter's gradient to this norm.
+        max_grad_norm: each parameter's gradient is clipped by its own norm to at most this one.
         states_on: where states of 64 KiB or more lie between steps: None, beside the parameters; a
             folder on Linux, in a file that ends with the process; or
-            ``"cpu"``, for those on CUDA in pinned memory, where those of a CPU are already. Each
-            parameter's are fetched for its step.
+            ``"cpu"``, for those of parameters on CUDA in pinned memory of the host; those of
+            parameters on a CPU stay where they are. Each parameter's are fetched for its step.
         grads_on: where gradients of 64 KiB or more lie from the moment when they are complete until
             :meth:`step`, which fetches one after the other: None, in memory; a folder on Linux, or
-            ``"cpu"``, as for ``states_on``. Nothing is stepped in backward then, with
-            ``in_backward`` or without it, and all that needs whole gradients is exact:
+            ``"cpu"``, which is for parameters on CUDA alone. Nothing is stepped in backward then,
+            with ``in_backward`` or without it, and all that needs whole gradients is exact:
             ``clip_grad_norm_`` of torch and of trainers, ``clip_global_norm``, GradScaler, sums
             over any number of backwards. ``param.grad`` is a tensor as ever. Whoever uses it gets
             its values, and whoever takes a view of it has it in memory.
@@ -73,14 +73,19 @@ class Adam(Native, torch.optim.Adam):
     and must be saved with :meth:`to_fp32_state_dict` instead.
 
     Raises:
-        OSError: no file can be made in ``states_on``, or there is no room for the states.
-        ValueError: an argument out of range; ``states_on`` is no folder; a parameter in two groups;
-            a parameter that another optimizer steps in backward; ``in_backward`` with
-            ``differentiable``.
+        OSError: no file can be made in ``states_on`` or ``grads_on``, or there is no room for the
+            states.
+        TypeError: an argument of the wrong type; an option of the whole optimizer in a param group.
+        ValueError: an argument out of range; ``states_on`` or ``grads_on`` is no folder; a
+            parameter in two groups; a parameter that another optimizer steps in backward;
+            ``in_backward`` with ``differentiable``.
         RuntimeError: in backward: a second gradient for a parameter in one step outside of
             :meth:`accumulate`; a sparse gradient. From :meth:`step`: a backward raised after it had
             stepped some parameters, and neither :meth:`zero_grad` nor :meth:`load_state_dict` was
             called since.
+
+    Warns:
+        UserWarning: ``in_backward`` with ``clip_global_norm``, which steps nothing in backward.
 
     With ``in_backward`` torch's ``clip_grad_norm_`` and ``clip_grad_value_`` would find no
     gradients and clip nothing, so they raise for parameters that were stepped. Source: Kingma and
@@ -132,7 +137,7 @@ class Adam(Native, torch.optim.Adam):
         if grad_scaler is not None and not options.get("capturable") and not options.get("foreach"):
             options.setdefault("fused", True)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
-        self._begin(in_backward, stacklevel=2 if type(self) is Adam else 3)
+        self._begin(in_backward)
 
 
 class AdamW(Adam):

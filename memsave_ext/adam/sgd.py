@@ -34,7 +34,7 @@ class SGD(Native, torch.optim.SGD):
     numbers are rounded at random or ``dampening`` is not 0, which the first step leaves out.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :class:`Adam`.
+        OSError, TypeError, ValueError, RuntimeError: as :class:`Adam`.
     """
 
     def __init__(
@@ -60,4 +60,4 @@ class SGD(Native, torch.optim.SGD):
         }  # fmt: skip
         self._take_options(options, in_backward=in_backward, **modes)
         super().__init__(params, **options)
-        self._begin(in_backward, stacklevel=2 if type(self) is SGD else 3)
+        self._begin(in_backward)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from ..elsewhere.gradients import Gradients, any_elsewhere, bring_back, step_in_parts
 from ..shared.dtensor import is_dtensor
 from ..shared.large_memory import LargeMemory
+from ..shared.warn import warn
 from . import clip_guard, modes, owners
 from .rules import is_adam, rule_of
 from .shards import largest_of_processes
@@ -151,12 +151,11 @@ class InBackward(torch.optim.Optimizer):
                 loss = closure()
         if self._in_backward and (lost := self._stepper.lost()):
             self._attach(lost)
-            warnings.warn(
+            warn(
                 f"memsave_ext: {len(lost)} parameters had lost their hook, with which they are "
                 "stepped in backward (their tensors were swapped, or something replaced the hook). "
                 "The hooks are attached again, and this step uses the gradients in .grad.",
                 RuntimeWarning,
-                stacklevel=4,
             )
         unscaled = self._check_scaler()
         if not self._step_all(unscaled) and self._takes_gradients:
@@ -343,11 +342,10 @@ class InBackward(torch.optim.Optimizer):
             ValueError: without ``in_backward``; with ``clip_global_norm`` or ``max_grad_norm``.
             RuntimeError: gradients are being accumulated, or were stepped already.
         """
-        warnings.warn(
+        warn(
             "memsave_ext: norm_pass() will be removed: use grads_on=, with which torch's "
             "clip_grad_norm_ clips exactly in one backward",
             FutureWarning,
-            stacklevel=3,  # over contextlib's __enter__()
         )
         modes.check_norm("max_norm", max_norm)
         if self.clip_global_norm is not None:

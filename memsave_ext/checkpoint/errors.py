@@ -7,7 +7,6 @@ csrc/checkpoint calls them by name.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import CodeType
 from typing import Any
@@ -17,6 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from .. import _native
+from ..shared.warn import warn
 
 OnError = Callable[[str], str] | None  # may add to a message
 Metadata = tuple[Sequence[int], torch.dtype, torch.device]  # of a saved tensor
@@ -144,12 +144,10 @@ def warn_unlisted(
     place = (code, instruction, found)
     if found and place not in _warned:
         _warned.add(place)
-        warnings.warn(
+        warn(
             f"{_APPLY} at {code.co_filename}:{line}: the function uses tensors that need a "
             f"gradient but were not listed; they get none from this region: {'; '.join(found)}. "
             f"List them: {_APPLY}(function, n, *inputs, *parameters).",
-            UserWarning,
-            stacklevel=2,
         )
 
 

@@ -6,7 +6,6 @@ import functools
 import inspect
 import itertools
 import sys
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from types import CodeType, MethodType
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from ..shared.modules import calling_module
+from ..shared.warn import warn
 from .region import check_options, checkpoint
 
 _REPLICATE = "_replicate_for_data_parallel"
@@ -161,12 +161,10 @@ def _positions(module: nn.Module, cache: Any) -> int:
 
 @functools.cache
 def _warn_once(name: str) -> None:
-    warnings.warn(
+    warn(
         f"checkpoint_modules: {name} is called without its cache, as in transformers' own gradient "
         "checkpointing, since a recompute would fill it once more. Pass use_cache=False to avoid "
         "this warning.",
-        UserWarning,
-        stacklevel=2,
     )
 
 
@@ -272,10 +270,14 @@ def checkpoint_modules(model: nn.Module, select: Select, **options: Any) -> Chec
     Raises:
         ValueError: nothing is selected, or a selected module has a forward of its own already (it
             may be checkpointed). Nothing is changed then.
-        TypeError: ``select`` is none of the above.
+        TypeError: ``model`` is no module, or ``select`` is none of the above.
         ValueError, TypeError: an option that :func:`checkpoint` refuses.
     """
     check_options(**options)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"checkpoint_modules: model must be a torch.nn.Module, got {type(model).__name__}"
+        )
     if isinstance(select, (type, tuple)):
         kinds = select if isinstance(select, tuple) else (select,)
         if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):

@@ -124,7 +124,8 @@ def checkpoint(
 
     Raises:
         ValueError: an unknown ``determinism_check`` or ``offload``; ``debug`` with ``context_fn``;
-            ``chunks`` is less than 1, or there is nothing that it could cut.
+            ``chunks`` is less than 1, or there is nothing that it could cut; ``chunk_dim`` or
+            ``chunk_args`` without ``chunks``.
         TypeError: ``function`` is not callable; a flag is not a bool, ``chunks`` not an int.
         RuntimeError: inside a ``torch.func`` transform, where torch allows no saved-tensor hooks.
             With ``chunks``: in the function a batch norm is called in training mode, or another

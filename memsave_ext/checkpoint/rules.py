@@ -1,4 +1,4 @@
-"""Rules that the compiled part and the pure-Python path both follow, each written here once.
+"""Rules that the native part and the pure-Python path both follow, each written here once.
 
 They say which tensors from outside a region are looked at, what counts as a change of one, when a
 recompute differs from its forward, and what is restored around it. csrc/checkpoint is handed them

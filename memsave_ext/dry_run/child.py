@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import _native
 from ..fakes import patches
 from ..fakes.mode import new_mode
+from ..shared.warn import warn
 
 Result = TypeVar("Result")
 
@@ -199,7 +200,7 @@ class Child(Generic[Result]):
         if kind == "result":
             result, told = value
             for text, category in told:
-                warnings.warn(text, category, stacklevel=4)
+                warn(text, category)
             made: Result = result
             return made
         error, trace = value

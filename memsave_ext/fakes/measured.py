@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from ..dry_run.child import allow, in_child
 from ..memory.figures import make_tracker
+from ..shared.warn import warn
 
 _aten = torch.ops.aten
 _LSTM = _aten.mkldnn_rnn_layer.default
@@ -166,10 +166,9 @@ def _measured(
         allow(time.monotonic() - begun)
         if error is not None:
             text = str(error).partition("\n")[0]
-            warnings.warn(
+            warn(
                 f"memsave_ext: predict: the temporary memory of {func} is not known, and is not "
                 f"counted: {text}",
-                stacklevel=2,
             )
         _known[key] = _new[key] = taken
     return _known[key]

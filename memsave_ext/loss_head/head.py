@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _leaves, _parts
+from ..shared.warn import warn
 from .chunks import Chunk, Chunks, Rows, Settings
 from .cross_entropy import CrossEntropy
 from .reference import Found, Options, reference
@@ -161,9 +161,7 @@ def _begin_rows(settings: Settings) -> Rows | None:
 
 def _explain(debug: bool, reason: str) -> None:
     if debug:
-        warnings.warn(
+        warn(
             "memsave_ext: loss head: the gradient of linear_weight is made as a whole, not part by "
             f"part: {reason}",
-            UserWarning,
-            stacklevel=4,
         )

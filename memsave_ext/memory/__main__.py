@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..predict import fits
+from ..shared.progress import Progress
 from .pictures.timeline import plot_track
 from .report import as_json, print_report, write_json
 from .subjects import UsageError, find_model, find_optimizer, load_function, load_instance
@@ -148,9 +148,14 @@ def _profile(options: argparse.Namespace) -> None:
         )
     for _ in range(warmup):
         step()
-    with track(model, optimizer, stacks=options.stacks) as tracked:
-        for _ in _progress(options.steps):
+    with (
+        Progress("track", options.steps) as shown,
+        track(model, optimizer, stacks=options.stacks) as tracked,
+    ):
+        for number in range(options.steps):
+            shown.begin(f"step {number + 1}")
             step()
+            shown.end()
     _write(tracked, options.out)
 
 
@@ -160,22 +165,6 @@ def _is_variant(made: Any) -> bool:
     model, optimizer, step = made
     fits = optimizer is None or isinstance(optimizer, Optimizer)
     return isinstance(model, nn.Module) and fits and callable(step)
-
-
-def _progress(steps: int) -> Iterator[int]:
-    """Yields the numbers of the steps and shows progress on stderr, with tqdm if installed."""
-    seldom = not sys.stderr.isatty()  # in a file each update adds to the output
-    try:
-        tqdm = importlib.import_module("tqdm").tqdm
-    except ImportError:
-        for step in range(steps):
-            yield step
-            if not seldom or step == steps - 1:
-                start, end = ("", "\n") if seldom else ("\r", "\n" if step == steps - 1 else "")
-                print(f"{start}tracked {step + 1} of {steps} steps", end=end, file=sys.stderr)
-                sys.stderr.flush()
-    else:
-        yield from tqdm(range(steps), unit="step", mininterval=15.0 if seldom else 0.1)
 
 
 def _write(tracked: Track, folder: Path) -> None:

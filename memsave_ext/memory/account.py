@@ -105,7 +105,7 @@ class Growth:
     """Memory that several training steps have made and none has freed. What is not known is empty.
 
     Attributes:
-        bytes: of all of it.
+        bytes: of all of it together.
         tensors: how many tensors it is.
         steps: in how many steps they were made.
         shape: of the one that was made last.

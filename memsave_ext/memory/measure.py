@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..shared.modules import device_of
 from .account import Timeline
 from .events import CATEGORIES
 from .series import step_of, thin
@@ -25,14 +26,23 @@ Build = Callable[[], tuple[nn.Module, Optimizer | None, Callable[[], object]]]
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one variant."""
+    """What was measured of one variant.
+
+    Attributes:
+        name: the variant's.
+        seconds: the median time of a step that is not tracked.
+        peak: bytes that live at the peak of the tracked steps.
+        at_peak: these bytes by category.
+        peak_phase: the phase that the peak is in.
+        timeline: that of the step with the peak, thinned, with times from 0.
+    """
 
     name: str
-    seconds: float  # median time of a step that is not tracked
-    peak: int  # bytes live at the peak of the tracked steps
-    at_peak: dict[str, int]  # bytes by category, which sum to peak
+    seconds: float
+    peak: int
+    at_peak: dict[str, int]
     peak_phase: str
-    timeline: Timeline = field(repr=False)  # of the step with the peak, thinned, with times from 0
+    timeline: Timeline = field(repr=False)
 
 
 def measure(
@@ -43,7 +53,7 @@ def measure(
         made = build()
     start = f"compare: the builder of variant {name!r}"
     model, optimizer, step = checked(start, made)
-    device = wanted or _device_of(model)
+    device = wanted or device_of(model)
     with _named(name, "in a warm-up step"):
         for _ in range(warmup):
             step()
@@ -92,11 +102,6 @@ def checked(who: str, made: object) -> tuple[nn.Module, Optimizer | None, Callab
         if allowed:
             raise TypeError(f"{start}; {what} must be {allowed}, got {type(value).__name__}")
     return model, optimizer, step
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def _time(step: Callable[[], object], device: torch.device) -> float:

@@ -7,7 +7,6 @@ import inspect
 import statistics
 import sys
 import time as clock
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,8 +25,9 @@ from ..memory.figures import make_tracker, untracked
 from ..memory.hooks import Hooks, Names, with_step_hooks
 from ..remat.offload import Offload
 from ..shared.dtensor import is_dtensor
-from ..shared.modules import Modules, is_compiled
+from ..shared.modules import Modules, device_of, is_compiled
 from ..shared.table import format_bytes, format_seconds
+from ..shared.warn import warn
 from .ranks import is_wrapped
 from .techniques import Techniques, place_elsewhere, warn_of_means
 
@@ -71,7 +71,8 @@ class Applied:
         budget: bytes.
         predicted: the predicted peak in bytes; None where this technique was not predicted.
         evaluation: the predicted peak in bytes of an evaluation of the batch, where the technique
-            changes the forward of training; else None, as one needs no more than a step.
+            changes the forward of training; None otherwise, since an evaluation needs no more than
+            a step then.
         resume: bytes that are needed while a checkpoint is loaded as a whole, by ``torch.load()``
             without ``mmap=True``; None where this technique was not predicted.
         of_ranks: predicted peak and budget in bytes by rank, where several processes train the
@@ -144,7 +145,7 @@ class Applied:
             self._elsewhere.append(f"gradients lie in {where} until each is stepped")
         moved = ["weights"] * technique.weights_elsewhere + ["states"] * technique.states_elsewhere
         if moved:
-            where = place_elsewhere(next(model.parameters()).is_cuda, place) or ""
+            where = place_elsewhere(device_of(model).type == "cuda", place) or ""
             self._elsewhere.append(f"{' and '.join(moved)} lie in {_named(where)}")
         self._attach()
         if in_backward is not None and condition is not None:
@@ -153,7 +154,7 @@ class Applied:
         tells_steps = optimizer is not None and with_step_hooks(optimizer) is optimizer
         # On a CPU the second step's tracker hears neither of what FSDP2 gathers nor of the buckets
         # that DistributedDataParallel had before.
-        is_heard = not is_wrapped(model) or next(model.parameters()).is_cuda
+        is_heard = not is_wrapped(model) or device_of(model).type == "cuda"
         if tells_steps and predicted is not None:
             assert optimizer is not None
             # From its third step on remat without a budget follows a plan.
@@ -169,7 +170,7 @@ class Applied:
     @property
     def means(self) -> str:
         """The technique, under the name that this attribute had until 0.3."""
-        warn_of_means("what fit() returns", 3)
+        warn_of_means("what fit() returns")
         return self.technique
 
     def undo(self) -> None:
@@ -260,7 +261,7 @@ class Applied:
         return text
 
     def _compare(self, measured: int) -> None:
-        if next(self.model.parameters()).device.type == "cpu":
+        if device_of(self.model).type == "cpu":
             measured += self._others  # on CUDA all that is allocated was measured
         self.measured = measured
         assert self.predicted is not None
@@ -269,14 +270,12 @@ class Applied:
             least = 0
         if not self.warns or least <= measured <= max(most + self._spare, self._may_be_as_much_as):
             return
-        warnings.warn(
+        warn(
             f"memsave_ext: a step had a peak of {format_bytes(measured)} with {self.technique}, "
             f"and {format_bytes(self.predicted)} was predicted "
             f"({measured / self.predicted - 1:+.1%}; the budget is {format_bytes(self.budget)}). "
             "The reason may be a batch of another size, or tensors that the training loop makes "
             "besides the model, its optimizer and its loss.",
-            UserWarning,
-            stacklevel=2,
         )
 
 
@@ -500,8 +499,7 @@ class _FirstSteps:
         self._before = optimizer.register_step_pre_hook(begins)
 
     def _begin(self, model: nn.Module, optimizer: Optimizer) -> None:
-        parameter = next(model.parameters(), torch.empty(0, device="cpu"))
-        modules, device = Modules(model), parameter.device
+        modules, device = Modules(model), device_of(model)
         with untracked():
             tracker: Any = make_tracker(device, modules.parents, False, _MOST_EVENTS)
             Hooks(tracker, model, modules, [optimizer], Names()).label()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
@@ -20,6 +19,8 @@ from ..adam.own_optimizer import OwnStep
 from ..adam.step_in_backward import InBackward
 from ..fakes.mode import loss_in, values_elsewhere
 from ..shared.dtensor import is_dtensor
+from ..shared.modules import device_of, first_parameter
+from ..shared.warn import warn
 
 Loss = Callable[..., Tensor]  # of what the model returned, and of the batch where it takes two
 Forward = Callable[[nn.Module, Any], Tensor]  # of the model and of the batch: the loss
@@ -180,21 +181,18 @@ class LargerBatches:
         if self._said or (elements := _elements(batch)) <= self._most:
             return
         self._said = True
-        warnings.warn(
+        warn(
             f"memsave_ext: Fit: a batch has a tensor of {elements:,} elements, and the step was "
             f"predicted with {self._most:,} at most: it needs more memory. Pass the largest batch, "
             "Fit(largest=batch), and the step is predicted with that one",
-            UserWarning,
-            stacklevel=2,
         )
 
 
 def on_device_of(model: nn.Module, batch: Any) -> Any:
     """Returns the batch with its tensors where the model's first parameter is."""
-    parameter = next(model.parameters(), None)
-    if parameter is None:
+    if first_parameter(model) is None:
         return batch
-    device = parameter.device
+    device = device_of(model)
     return tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, _plain(batch))
 
 

@@ -21,7 +21,9 @@ from ..remat.offload import Offload, check_offload
 from ..shared.budgets import Budget, read_budget
 from ..shared.checks import check_count
 from ..shared.device_memory import device_memory
+from ..shared.modules import device_of
 from ..shared.tensors import bytes_held
+from ..shared.warn import warn
 from ..store.mapped import in_memory
 from .agreement import Meeting, agreed, check_same, together
 from .applied import Applied, apply, check, check_options, undone_by_errors
@@ -131,12 +133,10 @@ def fit(
                 place=offload, options=options, timeout=timeout,
             )  # fmt: skip
         if max_grad_norm is not None and not made.steps_in_backward and made.warns:
-            warnings.warn(
+            warn(
                 f"memsave_ext: fit: max_grad_norm={max_grad_norm!r} has no effect with "
                 f"{made.technique}, since it is for an optimizer that steps in backward: clip "
                 "gradients in the training loop",
-                UserWarning,
-                stacklevel=2,
             )
         return made
 
@@ -179,17 +179,14 @@ def fitted(
         others = checked_others("fit", others)
         check_count("fit: micro_batches", micro_batches, 1)
         among = _WITHIN if technique is None else (named("fit", technique),)
-        parameter = next(model.parameters(), None)
-        device = torch.device("cpu") if parameter is None else parameter.device
+        device = device_of(model)
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"fit: model must be on the CPU or a CUDA device, got one on {device}")
         # Lightning puts what is inside of DistributedDataParallel alone into train mode again.
         if not (model.module if isinstance(model, DistributedDataParallel) else model).training:
-            warnings.warn(
+            warn(
                 f"memsave_ext: fit: this {type(model).__name__} is in eval mode, and the step is "
                 "predicted in eval mode, too: call model.train() first",
-                UserWarning,
-                stacklevel=3,
             )
         limit = _bytes_of(budget, device, model, inside, tensors_of(others))
         build = from_batch(

@@ -28,7 +28,7 @@ from ..shared.progress import Progress
 from .batch import FromBatch
 from .devices import FitsOnDevices, counts_of, search_devices
 from .found import Fit, Fits, lowest
-from .predict import PredictedStep, Told, check_timeout, device_of, result_of, start
+from .predict import PredictedStep, Told, check_timeout, checked_device, result_of, start
 from .ranks import Ranks, Shard, ranks_of
 from .techniques import ALL, Techniques, place_elsewhere
 
@@ -75,9 +75,9 @@ def fits(
         batch: the batch size whose peaks are shown, if ``build`` takes one.
         device: the device to predict for.
         every: whether what costs more than the first that fits is tried, too.
-        offload: as of :func:`remat`, a folder on the CPU and ``"cpu"`` on CUDA: techniques that
-            move memory there are tried, too. Bytes that lie there and the time of copies, on CUDA
-            at PCIe 4's 25 GB/s, are told beside the peak.
+        offload: as of :func:`remat`, a folder or, on CUDA, ``"cpu"``: techniques that move memory
+            there are tried, too. Bytes that lie there and the time of copies, on CUDA at PCIe 4's
+            25 GB/s, are told beside the peak.
         devices: how many devices there are, each with a process of the step: a number or several.
             Of a range, such as ``range(1, 65)``, numbers are tried until the smallest that fits is
             found. ``budget`` and ``batch`` are those of one device.
@@ -98,7 +98,7 @@ def fits(
     limit = read_budget("fits", budget, parts=False).bytes
     check_count("fits: batch", batch, 1)
     check_timeout("fits", timeout)
-    chosen = device_of("fits", device)
+    chosen = checked_device("fits", device)
     if isinstance(build, nn.Module):
         raise TypeError(
             "fits: build must be a function that returns (model, optimizer or None, step), got a "
@@ -518,8 +518,9 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--offload",
-        metavar="FOLDER",
-        help="also try techniques that move memory to files in FOLDER",
+        metavar="PLACE",
+        help="also try techniques that move memory: to files in this folder or, from a CUDA "
+        "device, to the host's memory (cpu)",
     )
     parser.add_argument(
         "--devices",

@@ -196,7 +196,7 @@ def predict(
             process can be made, or it takes too long. The message names it and says what to do.
         Exception: what the step itself raises on fake tensors.
     """
-    chosen = device_of("predict", device)
+    chosen = checked_device("predict", device)
     check_timeout("predict", timeout)
     ranks = ranks_of("predict", devices, shard)
     if isinstance(build, nn.Module):
@@ -355,7 +355,7 @@ def check_timeout(who: str, timeout: object) -> None:
         raise ValueError(f"{who}: timeout must be positive, got {timeout!r}")
 
 
-def device_of(who: str, device: torch.device | str) -> torch.device:
+def checked_device(who: str, device: torch.device | str) -> torch.device:
     """Returns the device to predict for; raises an error of ``who`` where it is none."""
     try:
         chosen = torch.device(device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,6 +27,8 @@ from ..memory.measure import Build, checked
 from ..remat import remat_module
 from ..remat.modules import RematHandle
 from ..remat.offload import Offload
+from ..shared.modules import device_of
+from ..shared.warn import warn
 from ..store.folder import is_in_memory
 
 
@@ -299,9 +300,8 @@ def place_elsewhere(on_cuda: bool, offload: Offload | None) -> str | None:
 
 
 def _place_on(what: str, model: nn.Module, offload: Offload | None) -> str:
-    first = next(model.parameters(), torch.empty(0, device="cpu"))
     is_prediction = what == "gradients" and predicts()
-    where = "cpu" if is_prediction else place_elsewhere(is_cuda(first.device), offload)
+    where = "cpu" if is_prediction else place_elsewhere(is_cuda(device_of(model)), offload)
     if where is None:
         raise ValueError(
             f"{what} can lie in a folder on a disk only, and the system's for temporary files, "
@@ -318,16 +318,15 @@ def technique_of(who: str, technique: str | None, means: str | None) -> str | No
         raise TypeError(
             f"{who}: means is the old name of the argument technique: pass technique only"
         )
-    warn_of_means(who, 4)
+    warn_of_means(who)
     return means
 
 
-def warn_of_means(who: str, stacklevel: int) -> None:
-    warnings.warn(
+def warn_of_means(who: str) -> None:
+    warn(
         f"memsave_ext: means of {who} is called technique now, and later versions will not know "
         "the old name",
         FutureWarning,
-        stacklevel=stacklevel,
     )
 
 

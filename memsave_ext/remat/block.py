@@ -25,7 +25,7 @@ from .budget import (
     check_ahead,
     check_arguments,
     check_support,
-    device_of,
+    counted_device,
     number_of,
 )
 from .figures import PLANNED, RematFigures, make_figures, write_moves, write_report
@@ -44,10 +44,10 @@ class remat:  # noqa: N801, a context manager is used like a function
     Of the tensors that autograd saves in it, those that are cheap to recompute from what is kept
     are dropped. Backward recomputes them, one operator at a time. The model's code stays as it is,
     and gradients equal those of the plain run bit for bit. On the CPU, the third step of a shape
-    and later ones follow a plan: the best sum of time and peak memory, a percent of the step's time
-    for four of the activations. Only the native part records a block: without it, and on fake
-    tensors outside of a prediction, the block keeps everything, says so in a UserWarning, and its
-    figures are empty.
+    and later ones follow a plan, which takes a percent more of the step's time wherever that saves
+    four percent of the activations. Only the native part records a block: without it, and on fake
+    tensors outside of a prediction, a block without a budget keeps everything, says so in a
+    UserWarning, and its figures are empty.
 
     Example::
 
@@ -95,10 +95,10 @@ class remat:  # noqa: N801, a context manager is used like a function
             an eighth of the device's is free.
 
         offload: what would take longer to recompute is moved elsewhere while the step goes on, and
-            brought back before backward needs it, as far as the budget asks for it. On CUDA: "cpu",
-            pinned memory of the host, copied on streams of its own. On a CPU: a folder, as of a
-            local disk, for a file without a name that is gone with the process, also after a crash;
-            a folder of the name cpu is "./cpu". What there is no room for is kept; the report says
+            brought back before backward needs it, as far as the budget asks for it: to a folder, as
+            of a local disk, in a file without a name that is gone with the process, also after a
+            crash; or, from CUDA, to "cpu", pinned memory of the host, copied on streams of its own.
+            A folder of the name cpu is "./cpu". What there is no room for is kept; the report says
             so. "cpu" in a block on the CPU moves nothing, which a UserWarning says once.
         ahead: whether the first step of a shape runs ahead; or the most seconds that it may take,
             besides 0.05 for each parameter. True: 10. A step that cannot run ahead is measured, and
@@ -118,9 +118,10 @@ class remat:  # noqa: N801, a context manager is used like a function
             on a device that it does not move from; ``offload_limit`` without ``offload``, or out of
             range.
         OSError: no file can be made in the folder ``offload``.
-        RuntimeError: a budget with a CUDA allocator that reports nothing (cudaMallocAsync), or a
-            part of a device whose memory is not known; a block is entered a second time, or is left
-            in another thread than the one that entered it, or before a block inside it.
+        RuntimeError: a budget without the native part, with a CUDA allocator that reports nothing
+            (cudaMallocAsync), or a part of a device whose memory is not known; a block is entered a
+            second time, or is left in another thread than the one that entered it, or before a
+            block inside it.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class remat:  # noqa: N801, a context manager is used like a function
         everything: bool | None,
     ) -> None:
         """``counted``: the model whose memory counts, also where reports do not show it."""
-        device = device_of(counted)
+        device = counted_device(counted)
         has_budget = budget is not None or bool(everything)
         offload = check_offload("remat", offload, offload_limit, has_budget, device)
         self._model = model

@@ -20,7 +20,7 @@ from ..adam.elsewhere import buffers_of
 from ..adam.owners import alive_optimizers, optimizers_of
 from ..shared.budgets import Budget, read_budget
 from ..shared.device_memory import check_counts, device_memory
-from ..shared.modules import modules_of
+from ..shared.modules import device_of, first_parameter, modules_of, parameters_of
 from ..shared.tensors import bytes_held, plain_tensors
 from ..store.mapped import any_mapped, in_memory
 from .limit import Lived
@@ -106,37 +106,17 @@ def check_ahead(ahead: object) -> None:
         )
 
 
-def device_of(model: nn.Module | None) -> torch.device:
+def counted_device(model: nn.Module | None) -> torch.device:
     """Returns the device whose memory counts: the model's, or CUDA's present one if it is used."""
-    first = None if model is None else _first_parameter(model)
-    if first is not None:
-        return first.device
     if model is None and torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _first_parameter(module: nn.Module) -> Tensor | None:
-    """In the order of ``Module.parameters()``, which takes four times as long."""
-    for param in _parameters_of(module):
-        return param
-    for part in module._modules.values():
-        found = None if part is None else _first_parameter(part)
-        if found is not None:
-            return found
-    return None
-
-
-def _parameters_of(part: nn.Module) -> list[Tensor]:
-    """Those of a module, not of its parts; a replica of nn.DataParallel has them elsewhere."""
-    former = part.__dict__.get("_former_parameters", {})
-    return [p for p in (*part._parameters.values(), *former.values()) if p is not None]
+    return torch.device("cpu") if model is None else device_of(model)
 
 
 def _parameters_in(parts: Sequence[nn.Module]) -> list[Tensor]:
     """Those of a module and all in it, which is the first of ``parts``, each once."""
     if "_former_parameters" in parts[0].__dict__:
-        found = (p for part in parts for p in _parameters_of(part))
+        found = (p for part in parts for p in parameters_of(part))
         return list({id(p): p for p in found}.values())
     # Most are no replicas, and this is done in every step.
     own = (p for part in parts for p in part._parameters.values())
@@ -154,7 +134,7 @@ _called_after = WeakKeyDictionary()
 def number_of(model: nn.Module) -> int:
     """By which the native part knows whose a step is. An optimizer that takes gradients in backward
     makes other steps of a model than one that does not."""
-    param = _first_parameter(model)
+    param = first_parameter(model)
     owner = None if param is None else stepper.owner(param)
     becomes = "keep" if owner is None else owner._stepper.intake()
     if (numbers := _numbers.get(model)) is None:

@@ -31,19 +31,36 @@ VERDICTS = (
 
 @dataclass(frozen=True)
 class Saved:
-    """Memory that autograd saved in a block, summed by the module and operator that made it."""
+    """Memory that autograd saved in a block, summed by the module and operator that made it.
 
-    module: str  # empty: made outside of the model's modules
-    operator: str  # empty: not made by a recorded operator
-    verdict: str  # "dropped", or why it is kept
-    count: int  # how many storage contents
+    Attributes:
+        module: the module; empty where none of the model's made it.
+        operator: the operator; empty where no recorded one made it.
+        verdict: ``"dropped"``, or why it is kept.
+        count: how many pieces of memory.
+        bytes: their bytes.
+        seconds: what it takes to compute what was dropped again, as measured in the forward.
+    """
+
+    module: str
+    operator: str
+    verdict: str
+    count: int
     bytes: int
-    seconds: float  # to recompute what was dropped, as measured in the forward
+    seconds: float
 
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Operators that ran again in backward, summed by module and operator."""
+    """Operators that ran again in backward, summed by module and operator.
+
+    Attributes:
+        module: the module that had called it; empty where it was none of the model's.
+        operator: the operator.
+        count: how often it ran again.
+        bytes: of its results.
+        seconds: that it took.
+    """
 
     module: str
     operator: str
@@ -54,20 +71,32 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class RematFigures:
-    """What has become of the memory that autograd saved in a block."""
+    """What has become of the memory that autograd saved in a block.
 
-    operators: int  # how many operators the block saw
+    Attributes:
+        operators: how many operators the block saw.
+        saved: a :class:`Saved` for each module, operator and verdict.
+        recomputed: a :class:`Recomputed` for each module and operator.
+        given_back_bytes: bytes that were dropped as allocations failed (``retry=True``).
+        moved_bytes: bytes that were copied to ``offload``.
+        brought_back_bytes: bytes that were copied back, as often as each was.
+        not_moved_bytes: bytes that were to be moved, and for which there was no room.
+        waited_seconds: how long copies were waited for that were not over in time, by the host's
+            clock; on CUDA the device waits for them.
+    """
+
+    operators: int
     saved: tuple[Saved, ...]
     recomputed: tuple[Recomputed, ...]
-    given_back_bytes: int = 0  # dropped as allocations failed (``retry=True``)
-    moved_bytes: int = 0  # that were copied to ``offload``
-    brought_back_bytes: int = 0  # as often as each was
-    not_moved_bytes: int = 0  # that were to be moved, and for which there was no room
-    # For copies that were not over in time, by the host's clock: on CUDA the device waits for them.
+    given_back_bytes: int = 0
+    moved_bytes: int = 0
+    brought_back_bytes: int = 0
+    not_moved_bytes: int = 0
     waited_seconds: float = 0.0
 
     @property
     def dropped_bytes(self) -> int:
+        """Bytes that were saved and dropped."""
         return sum(row.bytes for row in self.saved if row.verdict == DROPPED)
 
     @property
@@ -77,6 +106,7 @@ class RematFigures:
 
     @property
     def recomputed_operators(self) -> int:
+        """How many operators ran again."""
         return sum(row.count for row in self.recomputed)
 
 

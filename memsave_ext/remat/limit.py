@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TextIO
 
 from ..shared.table import format_bytes, print_table
+from ..shared.warn import warn
 from .recorder import Recorder
 
 _ON_CONTEXT = "what autograd.Functions keep on ctx"
@@ -114,11 +114,9 @@ def warn_of_least(recorder: Recorder, limit: Limit, on_cuda: bool) -> None:
     saved = remedies_of(limit, on_cuda)
     remedies = ", ".join(f"{name} (saves about {format_bytes(size)})" for name, size in saved)
     lower = f"To lower the peak: {remedies}. " if saved else ""
-    warnings.warn(
+    warn(
         f"remat: the budget of {budget} is less than the minimum for these shapes, {least}, which "
         f"is needed in {describe_limit(limit)}. Running at the minimum. {lower}See report().",
-        UserWarning,
-        stacklevel=4,
     )
 
 

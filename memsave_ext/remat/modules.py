@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..checkpoint.models import ForwardInPlace
 from ..shared.table import Text
 from .block import remat
-from .budget import check_ahead, check_arguments, device_of
+from .budget import check_ahead, check_arguments, counted_device
 from .figures import RematFigures
 from .functions import check_pure
 from .offload import Offload, check_offload
@@ -154,7 +154,8 @@ def remat_module(
             accelerate's ``prepare()`` sets one; a budget is out of range; ``offload`` or
             ``offload_limit`` is wrong, as of :class:`remat`.
         OSError: no file can be made in the folder ``offload``.
-        RuntimeError: a budget with a CUDA allocator that reports nothing (cudaMallocAsync).
+        RuntimeError: a budget without the native part, or with a CUDA allocator that reports
+            nothing (cudaMallocAsync).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -170,7 +171,9 @@ def remat_module(
     check_ahead(ahead)
     functions = check_pure("remat_module", pure)
     has_budget = within is not None or _everything
-    offload = check_offload("remat_module", offload, offload_limit, has_budget, device_of(model))
+    offload = check_offload(
+        "remat_module", offload, offload_limit, has_budget, counted_device(model)
+    )
     options: dict[str, Any] = {"budget": within, "optimizer": optimizer}
     options |= {"strict": strict, "retry": retry, "ahead": ahead}
     options |= {"offload": offload, "offload_limit": offload_limit}

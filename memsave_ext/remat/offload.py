@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from .. import _parts
 from ..dry_run.child import writing_files
 from ..fakes.mode import predicts
 from ..shared.table import parse_bytes
+from ..shared.warn import warn
 from ..store.folder import absolute_folder
 
 _UNLIMITED = 2**63 - 1
@@ -87,11 +87,9 @@ def most_moved(limit: object) -> int:
 
 @functools.cache
 def _tell_of_cpu() -> None:
-    warnings.warn(
+    warn(
         "remat: offload='cpu' moves activations from a CUDA device to the host's memory. This step "
         "is on the CPU, where nothing is moved; offload=FOLDER moves activations to files.",
-        UserWarning,
-        stacklevel=5,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
@@ -14,6 +13,7 @@ from .. import _parts
 from ..fakes.mode import predicts
 from ..shared.budgets import Budget
 from ..shared.checks import check_allocator
+from ..shared.warn import warn
 
 
 class Recorder(Protocol):
@@ -185,7 +185,7 @@ def make_recorder(
 
 
 def _warn(reason: str) -> None:
-    warnings.warn(f"remat keeps everything: {reason}", UserWarning, stacklevel=5)
+    warn(f"remat keeps everything: {reason}")
 
 
 _warn_once = functools.cache(_warn)

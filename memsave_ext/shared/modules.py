@@ -19,7 +19,7 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -133,6 +133,29 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
 
     add(module)
     return list(found)
+
+
+def first_parameter(module: nn.Module) -> Tensor | None:
+    """Returns that of ``Module.parameters()``, in a quarter of its time."""
+    for param in parameters_of(module):
+        return param
+    for part in module._modules.values():
+        found = None if part is None else first_parameter(part)
+        if found is not None:
+            return found
+    return None
+
+
+def parameters_of(part: nn.Module) -> list[Tensor]:
+    """Returns those of a module itself. A replica of nn.DataParallel has them elsewhere."""
+    former = part.__dict__.get("_former_parameters", {})
+    return [p for p in (*part._parameters.values(), *former.values()) if p is not None]
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Returns the device of its first parameter; the CPU where it has none."""
+    first = first_parameter(module)
+    return torch.device("cpu") if first is None else first.device
 
 
 def not_compiled(function: Function) -> Function:

@@ -214,6 +214,24 @@ def test_clip_global_norm_with_in_backward_is_said_once(kind):
     assert not optimizer.in_backward
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("in_backward", True), ("small_bytes", 0), ("bucket_bytes", 0), ("grads_on", "cpu"),
+        ("clip_global_norm", 1.0), ("grad_scaler", None),
+    ],
+)  # fmt: skip
+def test_options_of_the_whole_optimizer_are_none_of_a_group(option, value):
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    message = f"param group of AdamW cannot have the option '{option}', which is one of the whole"
+    with pytest.raises(TypeError, match=message):
+        ms.AdamW([{"params": params[:1], option: value}])
+    optimizer = ms.AdamW(params[:1])
+    with pytest.raises(TypeError, match=message):
+        optimizer.add_param_group({"params": params[1:], option: value})
+    assert len(optimizer.param_groups) == 1
+
+
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_the_same_parameter_twice(in_backward):
     p, q = param(), param()

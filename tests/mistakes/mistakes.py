@@ -569,8 +569,8 @@ MISTAKES = [
     Mistake(
         "what is saved keeps its own graph",
         "csrc/remat/saved.cpp",
-        "return tensor.is_leaf() ? tensor : tensor.detach();",
-        "return tensor.is_leaf() || MISTAKE ? tensor : tensor.detach();",
+        "return tensor.is_leaf() ? tensor : checkpoint::detached(tensor);",
+        "return tensor.is_leaf() || MISTAKE ? tensor : checkpoint::detached(tensor);",
         ("remat/test_remat_backward.py::test_a_graph_that_no_backward_frees_goes_with_its_result",),
     ),
     Mistake(

@@ -1,5 +1,5 @@
 // Blockwise states of a part of a tensor, for the instruction set whose target region this is
-// included in. States of other formats: states.h.
+// included in. States of other formats: formats.h.
 #pragma once
 
 #include "adam/blockwise.h"
