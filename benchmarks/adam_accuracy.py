@@ -45,7 +45,6 @@ SNRS = (0.1, 1.0, 10.0)
 TENSORS, ELEMENTS = 4, 8192
 LAST = 50  # steps that the loss is the mean of
 Row = dict[str, Any]
-Clip = Callable[[list[Tensor]], Any]
 
 
 @dataclass(frozen=True)

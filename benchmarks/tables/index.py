@@ -20,7 +20,7 @@ def _row(run: Record) -> tuple[str, ...]:
         machine_name(of),
         run["date"],
         f"{of['commit']}{'*' if of['dirty'] else ''}",
-        f"{run['seconds']:.0f} s" if "seconds" in run else "-",
+        "-" if run.get("partial") else f"{run['seconds']:.0f} s" if "seconds" in run else "-",
         f"{sum(bar['ok'] for bar in bars)} of {len(bars)}" if bars else "-",
     )
 

@@ -18,8 +18,8 @@ _EXPLAINED = """\
 - Plain: fused AdamW, cross-entropy over logits.
 - torch's features: each block (layer of a transformer) checkpointed, the loss in checkpointed chunks, the tutorial's fused AdamW in backward.
 - Exact: `remat(budget="auto")`, which recomputes no more than the limit asks for; the loss without logits; `AdamW(in_backward=True)`. But for rounding: the loss is summed in another order, moments are float32.
-- Formats: as exact, with the most exact [parameters](docs/adam/bfloat16.md) (stochastic: rounded at random; split8: with 8 bits more) and [states](docs/adam/states.md) that fit, which the cell names.
-- Moving: as exact, with states and activations in files, and where the cell says so, weights."""  # noqa: E501
+- Formats: as exact, with the most exact [parameters](docs/adam/bfloat16.md) (stochastic: rounded at random; split8: with 8 bits more) and [states](docs/adam/states.md) that fit: the second table names them.
+- Moving: as exact, with states and activations in files, and where the second table says so, weights."""  # noqa: E501
 
 
 def typical(of_steps: Sequence[float]) -> float:
@@ -173,10 +173,10 @@ def real_limit_caption(record: Record) -> str:
     *_, of = next(iter(grids(record).values()))  # whose times are shown
     brackets = "In brackets: has not run; what it needs by arithmetic. " if waits(of) else ""
     return (
-        "Each row is a process that may have so much private memory (`RLIMIT_DATA`), Python "
+        "Each run is a process, limited to that much private memory (`RLIMIT_DATA`), Python "
         "included; random weights. Peak: resident bytes (`VmHWM`), also of libraries' files, which "
         "the limit does not count. Time: of the processor for a step, median of the second and "
-        "third; *wall*, where it is more than a tenth longer, has waits for the disk in it, and "
-        f"other work of the machine. {brackets}"
+        "third; *wall*, in brackets where it is more than a tenth longer, includes waits for the "
+        f"disk and other work of the machine. {brackets}"
         f"{'; '.join(batches)}.{mixed} {machine_line(record)}."
     )
