@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import platform
+import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,6 @@ from typing import Any
 import torch  # _C links against torch's libraries, which only this import makes findable.
 
 from . import _cards
-from .shared.warn import warn
 
 _FOLDER = Path(__file__).resolve().parent
 _IN_SOURCE_TREE = (_FOLDER.parent / "setup.py").is_file()
@@ -96,7 +96,7 @@ def _load() -> tuple[ModuleType | None, str]:
         raise ImportError(f"MEMSAVE_EXT_NATIVE=1, but {reason}")
     if path is not None:
         message = f"memsave_ext runs in pure Python: {reason}"
-        warn(message, RuntimeWarning)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
     return None, reason
 
 
@@ -106,4 +106,4 @@ available: bool = module is not None
 if module is not None and torch.version.cuda is not None:  # else torch uses no card
     missing = _cards.without_kernels(build_info, _cards.cards())
     if missing:
-        warn(missing, RuntimeWarning)
+        warnings.warn(missing, RuntimeWarning, stacklevel=2)

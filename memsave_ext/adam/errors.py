@@ -100,7 +100,9 @@ def second_gradient(name: str) -> RuntimeError:
         "use_reentrant=False, or memsave_ext.checkpoint. (4) opt.step() was not called after the "
         "backward before this one, as in a loop that skips steps, though it had stepped its "
         "parameters. Call opt.step() after each; a backward that is not to step is one in `with "
-        "opt.paused():`, and grad_scaler= of memsave_ext.Adam skips what overflows."
+        "opt.paused():`, and grad_scaler= of memsave_ext.Adam skips what overflows. To go on after "
+        "this error, or where an interrupt has kept step() from its call, call opt.zero_grad() and "
+        "opt.step()."
     )
 
 

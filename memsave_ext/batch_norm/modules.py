@@ -7,7 +7,7 @@ import numbers
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -90,6 +90,8 @@ class CountOnce(_BatchNorm):
             )
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        if type(input) is not Tensor and _is_traced(input):
+            return self._traced(input, residual)
         self._check_input_dim(input)
         if residual is not None and not isinstance(residual, Tensor):
             raise TypeError(
@@ -127,6 +129,14 @@ class CountOnce(_BatchNorm):
         if found is not None:
             calls.keep(self, found, around.recording)
         return output
+
+    def _traced(self, input: Any, residual: Any) -> Tensor:
+        """Returns the call as a leaf of the graph that torch.fx traces, as of torch.nn's modules,
+        which it knows by where they are defined."""
+        tracer = input.tracer
+        args = (input,) if residual is None else (input, residual)
+        made: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(self), args, {})
+        return made  # which stands for one
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise RuntimeError(
@@ -181,6 +191,10 @@ class CountOnce(_BatchNorm):
         if self.momentum is not None:
             return self.momentum
         return 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
+
+
+def _is_traced(input: object) -> bool:
+    return isinstance(input, fx.Proxy)
 
 
 def _must_use_torch() -> bool:

@@ -296,7 +296,8 @@ def checkpoint_modules(model: nn.Module, select: Select, **options: Any) -> Chec
         if "forward" in module.__dict__:
             raise ValueError(
                 f"checkpoint_modules: the forward of {type(module).__name__} has been replaced "
-                "already; remove() the handle that replaced it first"
+                "already: remove() the handle that replaced it first, or call checkpoint_modules "
+                "before another library or your code replaces it"
             )
     if options.get("chunk_args") is not None:  # the forward is called with the module before them
         options["chunk_args"] = [

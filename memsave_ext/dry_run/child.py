@@ -165,6 +165,7 @@ class Child(Generic[Result]):
     def _receive(self) -> Result:
         begun = moved = time.monotonic()
         busy, allowed = -1.0, self._seconds
+        was_still = False
         received = bytearray()
         look = select.poll()  # select() takes no descriptors from 1024 on
         look.register(self._read, select.POLLIN)
@@ -189,8 +190,11 @@ class Child(Generic[Result]):
                 _send(("waits", None))
             if (seconds := _seconds_of(self._pid)) != busy:
                 moved, busy = now, seconds
-            if now - moved > _STILL and _waits_for_locks(self._pid):
+            # Twice in a row: a thread that has just been woken waits for nothing that is named.
+            is_still = now - moved > _STILL and _waits_for_locks(self._pid)
+            if is_still and was_still:
                 raise _StillError("the child process that ran it on fake tensors made no progress")
+            was_still = is_still
             # What there is to read may have waited for this process, which was not reading yet, and
             # the rest of a message has nothing left to compute.
             if not received and now - (begun if ready else self._begun) > allowed:

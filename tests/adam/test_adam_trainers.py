@@ -89,6 +89,25 @@ def test_a_closure_with_two_backwards_is_refused():
         optimizer.step(closure)
 
 
+def test_how_to_go_on_where_step_was_not_called():
+    """As after an interrupt that came between backward and step()."""
+    (net, optimizer), (other, expected) = make(), make()
+    loss(net).backward()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"call opt.zero_grad\(\) and opt.step\(\)"):
+        loss(net).backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    for of, its in ((net, optimizer), (other, expected)):
+        if of is other:
+            loss(of).backward()
+            its.step()
+        loss(of).backward()
+        its.step()
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 # accumulate_when
 
 

@@ -77,6 +77,28 @@ def test_dry_run():
     assert type(model.shared) is nn.BatchNorm2d
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_torch_fx_has_norms_as_leaves(training):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norms = nn.Sequential(ms.BatchNorm1d(4), ms.BatchNorm1d(4, activation="relu"))
+
+        def forward(self, x):
+            return self.norms[1](self.norms[0](x) + x, residual=x)
+
+    torch.manual_seed(0)
+    net, x = Net().train(training), torch.randn(8, 4)
+    traced = torch.fx.symbolic_trace(copy.deepcopy(net))
+    assert [node.target for node in traced.graph.find_nodes(op="call_module")] == [
+        "norms.0", "norms.1"
+    ]  # fmt: skip
+    for _ in range(2):
+        assert torch.equal(traced(x), net(x))
+    for name, value in traced.state_dict().items():
+        assert torch.equal(value, net.state_dict()[name]), name
+
+
 def test_sync():
     model = Model()
     model.already = nn.SyncBatchNorm(4)
