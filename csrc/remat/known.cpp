@@ -16,7 +16,7 @@ namespace {
 constexpr size_t kMostSteps = 1024;
 constexpr int64_t kAboutEqual = 500;  // bytes that differ by a five-hundredth are about the same
 constexpr int64_t kMostBytes = int64_t{256} << 20;  // of the host, for all of them
-constexpr size_t kMostModels = 8;                   // of each step
+constexpr size_t kMostModels = 64;                  // of each step
 constexpr int kMostEnds = 4;  // known of steps that are the same until their last decision
 
 // About how much of the host's memory it takes.
@@ -299,7 +299,8 @@ void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
   if (same != steps_.end()) {
     std::shared_ptr<Known> old = std::move(*same);
     steps_.erase(same);
-    step->note_models(old->models);
+    const std::vector<int64_t> latest = std::exchange(step->models, old->models);
+    step->note_models(latest);
     keep_what_must_be_kept(old->trace, step->trace);
     keep_temporary(old->trace, step->trace);
     const bool are_known = old->read_times();
@@ -403,8 +404,9 @@ void KnownSteps::expect(std::shared_ptr<Known> step) {
   const auto is_same = [&](const auto& other) {
     return other->is_same(*step) && other->is_as_of(step->before) && other->leaves_like(*step);
   };
-  if (latest_ && is_same(latest_)) return;
-  if (std::any_of(steps_.begin(), steps_.end(), is_same)) return;
+  if (latest_ && is_same(latest_)) return latest_->note_models(step->models);
+  const auto known = std::find_if(steps_.begin(), steps_.end(), is_same);
+  if (known != steps_.end()) return (*known)->note_models(step->models);
   step->is_ahead = true;
   add(std::move(step), false);
 }

@@ -333,6 +333,7 @@ def layer_is_chunked(
     tensors = [*floats, *(t for t in others if t is not None)]
     return (
         linear_weight.dim() == 2
+        and not input.is_meta  # which knows no autocast
         and all(t.dtype in _DTYPES and t.layout == torch.strided for t in floats)
         and (autocasts(input) or all(t.dtype == input.dtype for t in floats))
         and all(t.device == input.device for t in tensors)
@@ -363,7 +364,9 @@ def _is_class_weight(weight: Tensor, classes: int) -> bool:
 
 
 def autocasts(input: Tensor) -> bool:
-    return torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64
+    if input.is_meta or input.dtype == torch.float64:
+        return False
+    return torch.is_autocast_enabled(input.device.type)
 
 
 def logits_dtype(input: Tensor) -> torch.dtype:

@@ -62,8 +62,8 @@ def _addresses(tensor: Tensor, wanted: set[int]) -> list[int]:
     try:
         parts = [part for plain in plain_tensors(tensor) for part in dense_parts(plain)]
         found = [part.untyped_storage().data_ptr() for part in parts]
-    except (RuntimeError, NotImplementedError):  # of a fake one, or of another backend
-        return []
+    except (RuntimeError, NotImplementedError, ValueError):
+        return []  # of a fake one, of another backend, of a lazy module's
     return [address for address in found if address in wanted]
 
 

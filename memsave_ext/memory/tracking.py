@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..shared.checks import check_allocator
+from ..shared.checks import check_allocator, check_shapes
 from ..shared.modules import Modules
 from .account import Growth
 from .figures import make_tracker, untracked
@@ -190,6 +190,8 @@ def track(
 def _check(model: Any, stacks: Any, max_events: Any) -> None:
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
+    if model is not None:
+        check_shapes("track", model)
     if not isinstance(stacks, bool):
         raise TypeError(f"stacks must be a bool, got {stacks!r}")
     if isinstance(max_events, bool) or not isinstance(max_events, int) or max_events < 1:

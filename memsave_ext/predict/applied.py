@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .. import _parts
@@ -24,6 +23,7 @@ from ..adam.step_in_backward import InBackward
 from ..memory.figures import make_tracker, untracked
 from ..memory.hooks import Hooks, Names, with_step_hooks
 from ..remat.offload import Offload
+from ..shared.checks import check_shapes
 from ..shared.dtensor import is_dtensor
 from ..shared.modules import Modules, device_of, is_compiled
 from ..shared.table import format_bytes, format_seconds
@@ -371,11 +371,7 @@ def check(
                 f"{who}: step() of {type(optimizer).__name__} needs a closure, which evaluates the "
                 "model any number of times; such a step cannot be predicted from a batch"
             )
-    if any(is_lazy(p) for p in model.parameters()):
-        raise ValueError(
-            f"{who}: parameters of this {type(model).__name__} have no shape yet: call it once, "
-            "then make its optimizer"
-        )
+    check_shapes(who, model)
     has_shards = any(is_dtensor(p) for p in model.parameters())
     if outer is not None and has_shards:
         raise ValueError(f"{who}: {_TWICE.format('what fully_shard() has sharded')}")

@@ -20,6 +20,7 @@ from ..memory.hooks import Names
 from ..memory.log import Record
 from ..memory.measure import Build, checked
 from ..memory.reported import Reported
+from ..shared.checks import check_shapes
 from ..shared.device_memory import ask_for_child
 from ..shared.modules import Layer, Modules
 from ..shared.progress import Progress
@@ -209,6 +210,7 @@ def predict(
             ranks = ranks_there("predict")
         else:
             refuse_distributed(build)
+        check_shapes("predict", build)
         build = from_batch(build, optimizer, batch, loss, others=others)
     elif any(value is not None for value in (optimizer, batch, loss)) or others != ():
         raise TypeError(

@@ -107,10 +107,14 @@ def check_ahead(ahead: object) -> None:
 
 
 def counted_device(model: nn.Module | None) -> torch.device:
-    """Returns the device whose memory counts: the model's, or CUDA's present one if it is used."""
+    """Returns the device whose memory counts: the model's, or CUDA's present one if it is used.
+
+    What is on the meta device has no memory: accelerate keeps parameters there between forwards.
+    """
     if model is None and torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if model is None else device_of(model)
+    device = torch.device("cpu") if model is None else device_of(model)
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _parameters_in(parts: Sequence[nn.Module]) -> list[Tensor]:

@@ -153,7 +153,7 @@ def remat_module(
         ValueError: the instance has a ``forward`` of its own already, other than a bound method as
             accelerate's ``prepare()`` sets one; a budget is out of range; ``offload`` or
             ``offload_limit`` is wrong, as of :class:`remat`.
-        OSError: no file can be made in the folder ``offload``.
+        OSError: from a call of the model, where no file can be made in the folder ``offload``.
         RuntimeError: a budget without the native part, or with a CUDA allocator that reports
             nothing (cudaMallocAsync).
     """

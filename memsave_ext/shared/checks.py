@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 
 def check_count(name: str, value: object, least: int) -> None:
@@ -11,6 +13,15 @@ def check_count(name: str, value: object, least: int) -> None:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_shapes(who: str, model: nn.Module) -> None:
+    """Raises ValueError where parameters of a lazy module have not been made yet."""
+    if any(is_lazy(param) for param in model.parameters()):
+        raise ValueError(
+            f"{who}: parameters of this {type(model).__name__} have no shape yet: call it once, "
+            "then make its optimizer"
+        )
 
 
 def check_allocator(what: str, device: torch.device) -> None:

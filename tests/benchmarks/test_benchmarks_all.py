@@ -82,4 +82,4 @@ def test_run_all_has_every_benchmark_and_ends_in_time():
     names = {name for name in scripts_that_record() if not name.endswith("_cuda")}
     names -= {"real_limit", "predict_time"}
     assert module.SECONDS.keys() == names
-    assert sum(module.SECONDS.values()) <= 30 * 60
+    assert sum(module.SECONDS.values()) <= 60 * 60  # an hour, as the pages say

@@ -18,8 +18,8 @@ from torch._utils import ExceptionWrapper
 
 import memsave_ext as ms
 from memsave_ext import _parts
-from memsave_ext.remat import ahead, budget
-from memsave_ext.shared.modules import parameters_of
+from memsave_ext.remat import ahead
+from memsave_ext.shared.modules import device_of, parameters_of
 
 KINDS = ["checkpoint", "function", "nested", "closure"]
 SIZE, BLOCKS, SAMPLES = 6, 3, 8
@@ -262,7 +262,7 @@ def test_the_device_and_the_parameters_of_a_replica(replicate_on_cpu):
     net = model().to("meta")
     replica = replicate_on_cpu(net, 1)[0]
     assert not any(True for _ in replica.parameters())
-    assert budget.counted_device(replica) == torch.device("meta")
+    assert device_of(replica) == torch.device("meta")
     of_replica, of_net = (
         sum(p.nbytes for part in found.modules() for p in parameters_of(part))
         for found in (replica, net)

@@ -76,6 +76,19 @@ def test_own_options_are_checked():
             ms.linear_cross_entropy(x, w, t, ignore_index=ignored)
 
 
+def test_on_the_meta_device():
+    x, w = (torch.randn(n, 8, device="meta", requires_grad=True) for n in (4, 300))
+    target = torch.zeros(4, dtype=torch.long, device="meta")
+    for loss in (
+        ms.linear_cross_entropy(x, w, target),
+        ms.linear_log_probs(x, w, target).sum(),
+        ms.linear_kl(x, w, x.detach(), w.detach()).sum(),
+    ):
+        x.grad = w.grad = None
+        loss.backward()
+        assert loss.is_meta and x.grad.shape == x.shape and w.grad.shape == w.shape
+
+
 def test_module():
     torch.manual_seed(3)
     loss_of = ms.LinearCrossEntropyLoss(8, 300, bias=True, weight=torch.rand(300), softcap=9.0)

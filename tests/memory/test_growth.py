@@ -69,6 +69,13 @@ def test_nothing_grows():
     assert "never freed" not in t.report()
 
 
+def test_lazy_modules_anywhere_are_passed_over():
+    lazy = nn.LazyLinear(4)
+    t = train(lambda net, hidden, loss: KEPT.append(hidden.detach()))
+    (group,) = grown(t)
+    assert group.held_by.startswith("KEPT[") and nn.parameter.is_lazy(lazy.weight)
+
+
 def test_a_list_that_is_a_global_variable():
     t = train(lambda net, hidden, loss: KEPT.append(hidden.detach()))
     (group,) = grown(t)

@@ -343,6 +343,7 @@ def test_usage_on_the_cpu():
     ("arguments", "error", "message"),
     [
         ({"model": 3}, TypeError, "model must be a torch.nn.Module or None, got int"),
+        ({"model": nn.LazyLinear(4)}, ValueError, "track: parameters of this LazyLinear have no"),
         ({"optimizer": 3}, TypeError, "optimizer must be a torch.optim.Optimizer, .*, got int"),
         ({"optimizer": ["x"]}, TypeError, "optimizer must be .*, got str"),
         ({"device": "meta"}, ValueError, "device must be the CPU or a CUDA device, got meta"),

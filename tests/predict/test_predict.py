@@ -306,6 +306,8 @@ def test_detection_models_are_told():
 
 
 def test_arguments():
+    with pytest.raises(ValueError, match="predict: parameters of this LazyLinear have no shape"):
+        ms.memory.predict(nn.LazyLinear(4), None, torch.ones(2, 3))
     model = nn.Linear(2, 2)
     for wrong, error in (("1", TypeError), (True, TypeError), (0, ValueError), (-1.0, ValueError)):
         with pytest.raises(error, match="predict: timeout must be"):

@@ -715,3 +715,28 @@ def test_what_ahead_may_be(ahead, error, told):
         ms.remat(wide(), budget=0.5, ahead=ahead)
     with pytest.raises(error, match="remat: ahead must be a bool"):
         ms.remat_module(wide(), budget=0.5, ahead=ahead)
+
+
+def test_a_model_goes_by_its_own_steps_however_many_there_are():
+    """Those of models that step in backward, and of one whose gradients stay."""
+
+    def peaks(in_backward, runs_ahead=True):
+        torch.manual_seed(0)
+        sizes = nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)
+        model, x = nn.Sequential(*sizes, *sizes[:2], nn.Linear(256, 64)), torch.randn(128, 64)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        if in_backward:
+            optimizer = ms.in_backward(optimizer)
+        handle = ms.remat_module(model, budget=1_400_000, optimizer=optimizer, ahead=runs_ahead)
+        for _ in range(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield handle.peak / max(handle.budget, handle.least)
+
+    first = list(peaks(True))
+    for _ in range(70):
+        list(peaks(True, runs_ahead=False))
+    for _ in range(2):
+        assert max(peaks(False)) <= PROMISED
+        assert list(peaks(True)) == first

@@ -112,6 +112,37 @@ def test_hooks_of_blocks_that_are_left_out_of_order_go():
         outer.__exit__(None, None, None)  # which leaves nothing for later blocks of this thread
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"_everything": True}, {"budget": 0.5}, {"budget": "1GB"}], ids=str
+)
+@pytest.mark.filterwarnings("ignore:remat. the budget")
+def test_models_whose_parameters_are_on_the_meta_device(options):
+    """Between forwards, as accelerate's cpu_offload() has them, or for good."""
+    if "budget" in options and not ms._native.available:
+        pytest.skip("budgets need the native part")
+
+    class Offloaded(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8, device="meta")
+            self.there = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+
+        def forward(self, x):
+            return nn.functional.gelu(x @ self.there)
+
+    model, x = nn.Sequential(Offloaded(), Offloaded()), torch.randn(4, 8, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+    for _ in range(4):
+        with ms.remat(model, **options):
+            loss = model(x).square().sum()
+        assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+    meta = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).to("meta")
+    for _ in range(4):
+        with ms.remat(meta, **options):
+            out = meta(torch.ones(4, 8, device="meta"))
+        out.sum().backward()
+    assert meta[0].weight.grad.is_meta
+
+
 def test_blocks_are_left_in_order_and_by_their_thread():
     outer, inner = ms.remat(), ms.remat()
     outer.__enter__()
