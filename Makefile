@@ -57,7 +57,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-full test-fast stress lint format cuda-check emulate emulate-full emulate-operators bench docs guide sanitize mistakes wheel clean
+.PHONY: help build demo test test-full test-fast stress lint format cuda-check emulate emulate-full bench docs guide sanitize mistakes wheel clean
 # A recipe that fails must not leave a fresh stamp behind.
 .DELETE_ON_ERROR:
 
@@ -110,12 +110,10 @@ emulate: build  ## run every CUDA kernel on the CPU; then the package on a CUDA 
 
 emulate-full: build  ## the same with all sanitizers, large tensors and more tests, and seeded mistakes
 	$(VENV) tests/emulation/run.py --builds plain --large
+	$(VENV) tests/emulation/operators.py
 	$(VENV) tests/emulation/streams.py --full
 	$(VENV) tests/emulation/run.py --builds address thread memory
 	$(VENV) tests/emulation/seeded_bugs.py
-
-emulate-operators: build  ## the tests of the operators, on a build with CUDA's kernels emulated
-	$(VENV) tests/emulation/operators.py
 
 docs: $(DOCS)  ## build the pages in site/, the guide also as a notebook; a warning is an error
 	$(VENV) tools/guide.py --notebook

@@ -173,16 +173,14 @@ def make_sdist(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("versions", nargs="*", default=VERSIONS, metavar="VERSION")
-    parser.add_argument("--no-tests", action="store_true", help="build only")
     parser.add_argument("--smoke", action="store_true", help="install the sdist and check that")
     parser.add_argument("--native", choices=("0", "1"), help="test only native, or pure Python")
-    parser.add_argument("--workers", default="auto", help="processes that run tests")
     parser.epilog = "What follows -- is handed to pytest."
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options = parser.parse_args(sys.argv[1:end])
-    processes = ["-n", options.workers, "--dist", "loadfile", "--no-loadscope-reorder"]
+    processes = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
     pytest = [*processes, *sys.argv[end + 1 :]]
-    natives = [] if options.no_tests else [options.native] if options.native else ["1", "0"]
+    natives = [options.native] if options.native else ["1", "0"]
     folder = ROOT / "build" / "torch-versions"
     sdist = make_sdist(folder / "sdist")
     rows, well = [], True

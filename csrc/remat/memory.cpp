@@ -5,20 +5,9 @@
 
 #include "remat/fakes.h"
 #include "remat/pause.h"
+#include "store/device_copies.h"
 
 namespace memsave_ext::remat {
-namespace {
-
-// Returns a byte tensor on the whole storage.
-at::Tensor as_bytes(const c10::Storage& storage) {
-  const auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
-  const at::Tensor tensor = at::empty({0}, options);
-  Geometry geometry = Geometry::of(tensor);
-  geometry.sizes = {static_cast<int64_t>(storage.nbytes())};
-  return geometry.view(storage);
-}
-
-}  // namespace
 
 c10::Storage empty_for(const Content& content) {
   // A fake tensor says that it is on a real device.
@@ -30,7 +19,7 @@ c10::Storage empty_for(const Content& content) {
 c10::Storage copy_of(const c10::Storage& storage) {
   const Pause pause;
   const at::NoGradGuard no_grad;
-  const at::Tensor from = as_bytes(storage);
+  const at::Tensor from = store::as_bytes(storage);
   at::Tensor to = at::empty(from.sizes(), from.options());
   to.copy_(from);
   return to.storage();

@@ -28,8 +28,8 @@ from torch.autograd.graph import _engine_run_backward
 
 from .. import _parts
 from .fallback import surroundings as _fallback
+from .fallback.surroundings import ForwardRecord as ForwardRecord
 
-ForwardRecord = dict[Any, Any]
 Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
 
 _ATTRIBUTE = "_memsave_ext_forward_record"

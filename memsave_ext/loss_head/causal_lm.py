@@ -101,10 +101,7 @@ class PatchedCausalLM(Patched):
             raise self._error("has not called its loss_function and its head in a forward")
         if isinstance(output, tuple):
             return tuple(None if call.stands_in(value) else value for value in output)
-        made = type(output)(**{name: v for name, v in output.items() if name != "logits"})
-        for name, value in call.outputs.items():
-            made[name] = value
-        return made
+        return type(output)(**{name: v for name, v in output.items() if name != "logits"})
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _run_loss(

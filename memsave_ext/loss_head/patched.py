@@ -228,7 +228,10 @@ class Patched:
             return output
         if isinstance(output, tuple) and self._options.outputs:
             raise self._error("returns a tuple, to which outputs= cannot add anything")
-        return self._finished(call, output)
+        made = self._finished(call, output)
+        for name, value in call.outputs.items():
+            made[name] = value
+        return made
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _run_head(self, hidden: Tensor, **options: Any) -> Tensor:

@@ -88,7 +88,4 @@ class PatchedSeq2SeqLM(Patched):
         if isinstance(output, tuple):
             return loss, None, *output[1:]
         kept = {name: v for name, v in output.items() if name not in ("loss", "logits")}
-        made = type(output)(loss=loss, **kept)
-        for name, value in call.outputs.items():
-            made[name] = value
-        return made
+        return type(output)(loss=loss, **kept)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..predict import fits
 from ..shared.progress import Progress
 from .pictures.timeline import plot_track
-from .report import as_json, print_report, write_json
+from .report import as_json, print_report
 from .subjects import UsageError, find_model, find_optimizer, load_function, load_instance
 from .tracking import Track, track
 
@@ -171,7 +171,7 @@ def _write(tracked: Track, folder: Path) -> None:
     print_report(tracked)
     with open(folder / "report.txt", "w", encoding="utf-8") as file:
         print_report(tracked, file=file)
-    write_json(as_json(tracked), folder / "timeline.json")
+    as_json(tracked, folder / "timeline.json")
     written = ["report.txt", "timeline.json"]
     try:
         plot_track(tracked, folder / "timeline.png")

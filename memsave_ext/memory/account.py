@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .events import CATEGORIES, PHASES
 from .holders import Holder
-from .log import Record
+from .log import THERE, Record
 
-_THERE = 2  # in the column of changes: the block lived already when a part of the record began
 _PACKAGES = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (torch.__file__, os.path.dirname(__file__))
@@ -52,6 +52,17 @@ class Timeline:
 
     def __hash__(self) -> int:
         return hash((len(self.time), self.gaps))
+
+    def at(self, rows: Any, gaps: tuple[int, ...] = ()) -> Timeline:
+        """Returns these rows of it, with these gaps."""
+        return Timeline(
+            time=self.time[rows],
+            live=self.live[rows],
+            phase=self.phase[rows],
+            step=self.step[rows],
+            moved=self.moved[rows],
+            gaps=gaps,
+        )
 
 
 @dataclass(frozen=True)
@@ -156,7 +167,7 @@ class Account:
         bytes_ = size[rows] * sign if len(size) else torch.zeros_like(block)
         categories = category[rows] if len(size) else torch.full_like(block, -1)
 
-        head = (change == _THERE) & ~known
+        head = (change == THERE) & ~known
         part = head.cumsum(0) - 1
         starts = head.nonzero().flatten()
         columns = []
@@ -173,16 +184,16 @@ class Account:
         follows = torch.zeros(len(starts), dtype=torch.bool, device="cpu")
         follows[1:] = numbers[1:] == numbers[:-1] + 1
         last_there = torch.ones_like(head)
-        last_there[:-1] = change[1:] != _THERE
+        last_there[:-1] = change[1:] != THERE
         last_there[:-1] |= head[1:]
-        keep = (change != _THERE) | (last_there & ~follows[part])
+        keep = (change != THERE) | (last_there & ~follows[part])
         shown = keep.nonzero().flatten()
         gaps = [
             int((shown < start).sum())
             for start, joined in zip(starts.tolist()[1:], follows.tolist()[1:], strict=True)
             if not joined
         ]
-        there = change[shown] == _THERE
+        there = change[shown] == THERE
         self.timeline = Timeline(
             time=(time[shown] - time[0]).double() * 1e-9,
             live=live[shown],
@@ -201,10 +212,6 @@ class Account:
     def at_peak(self) -> dict[str, int]:
         live = self.timeline.live[self.peak_row].tolist()
         return dict(zip(CATEGORIES, live, strict=True))
-
-    @property
-    def peak(self) -> int:
-        return sum(self.at_peak.values())
 
     @property
     def peak_phase(self) -> str:

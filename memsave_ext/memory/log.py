@@ -29,7 +29,8 @@ from .events import (
 )
 from .threads import Threads
 
-_FREED, _ALLOCATED, _THERE = -1, 1, 2
+_FREED, _ALLOCATED = -1, 1
+THERE = 2  # in the column of changes: the block lived already when a part of the record began
 _MADE_BY_FORWARD = (FORWARD, *RECOMPUTES)
 _COLUMNS = 5  # of a part's changes and of blocks
 _BLOCK = 1  # the column of changes that has the row of blocks
@@ -306,9 +307,9 @@ class Log:
     def _begin_part(self, time: int) -> None:
         self.peak = max(self.peak, self.total)
         part = _Part(self._step, self.total, self._moved)
-        part.rows.extend((time, -1, _THERE, self._number, self.total))
+        part.rows.extend((time, -1, THERE, self._number, self.total))
         for block, *_ in self._live.values():
-            part.rows.extend((time, block, _THERE, 0, self.total))
+            part.rows.extend((time, block, THERE, 0, self.total))
         part.most = len(part.rows) + self._most // 4 + 1
         self._number += 1
         self._parts.append(part)

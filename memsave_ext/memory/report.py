@@ -244,35 +244,6 @@ def timeline_as_json(timeline: Timeline, points: int = 1000) -> dict[str, Any]:
     }
 
 
-def timeline_from_json(columns: Mapping[str, Any]) -> Timeline:
-    """Returns the timeline that was written as ``columns``, to draw it again.
-
-    Args:
-        columns: ``document["timeline"]`` of a document of :func:`as_json`.
-
-    Raises:
-        ValueError: a column is missing, or the categories are not those of this version.
-    """
-    wanted = ("phases", "time", "phase", "step", "live", "gaps")
-    if missing := [name for name in wanted if name not in columns]:
-        raise ValueError(f"columns must have {', '.join(wanted)}; missing: {', '.join(missing)}")
-    if set(columns["live"]) != set(CATEGORIES):
-        raise ValueError(
-            f"live must have the columns {', '.join(CATEGORIES)}, got {', '.join(columns['live'])}"
-        )
-    live = [columns["live"][category] for category in CATEGORIES]
-    phase = [PHASES.index(columns["phases"][number]) for number in columns["phase"]]
-    return Timeline(
-        time=torch.tensor(columns["time"], dtype=torch.float64, device="cpu"),
-        live=torch.tensor(live, dtype=torch.int64, device="cpu").T.contiguous(),
-        phase=torch.tensor(phase, dtype=torch.int64, device="cpu"),
-        step=torch.tensor(columns["step"], dtype=torch.int64, device="cpu"),
-        # Documents of earlier versions have none.
-        moved=torch.tensor(columns.get("moved", [0] * len(phase)), dtype=torch.int64, device="cpu"),
-        gaps=tuple(columns["gaps"]),
-    )
-
-
 def write_json(document: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Writes ``document`` to ``path`` as one line."""
     Path(path).write_text(json.dumps(document, separators=(",", ":")) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -30,14 +31,7 @@ def thin(timeline: Timeline, points: int) -> Timeline:
         if int(begins.sum()) < points:
             keep[1:] |= begins
     chosen = keep.nonzero().flatten()
-    return Timeline(
-        time=timeline.time[chosen],
-        live=timeline.live[chosen],
-        phase=timeline.phase[chosen],
-        step=timeline.step[chosen],
-        moved=timeline.moved[chosen],
-        gaps=tuple(int((chosen == gap).nonzero()) for gap in timeline.gaps),
-    )
+    return timeline.at(chosen, tuple(int((chosen == gap).nonzero()) for gap in timeline.gaps))
 
 
 def telling_rows(time: Tensor, total: Tensor, points: int) -> Tensor:
@@ -64,16 +58,8 @@ def telling_rows(time: Tensor, total: Tensor, points: int) -> Tensor:
 
 def step_of(timeline: Timeline, index: int) -> Timeline:
     """Returns the rows of training step ``index``, with times from 0; none if it is not there."""
-    rows = (timeline.step == index).nonzero().flatten()
-    time = timeline.time[rows]
-    return Timeline(
-        time=time - time[0] if len(time) else time,
-        live=timeline.live[rows],
-        phase=timeline.phase[rows],
-        step=timeline.step[rows],
-        moved=timeline.moved[rows],
-        gaps=(),
-    )
+    step = timeline.at(timeline.step == index)
+    return replace(step, time=step.time - step.time[:1])
 
 
 def step_peaks(timeline: Timeline) -> Timeline:
@@ -91,14 +77,8 @@ def step_peaks(timeline: Timeline) -> Timeline:
     closing = {gap - 1 for gap in timeline.gaps} | {rows - 1}
     chosen = sorted({*starts, *closing})
     at = torch.tensor([peaks[bisect_right(starts, row) - 1] for row in chosen], device="cpu")
-    return Timeline(
-        time=timeline.time[chosen],
-        live=timeline.live[at],
-        phase=timeline.phase[at],
-        step=timeline.step[chosen],
-        moved=timeline.moved[at],
-        gaps=tuple(chosen.index(gap) for gap in timeline.gaps),
-    )
+    gaps = tuple(chosen.index(gap) for gap in timeline.gaps)
+    return replace(timeline.at(at, gaps), time=timeline.time[chosen], step=timeline.step[chosen])
 
 
 def peak_row(timeline: Timeline) -> int:

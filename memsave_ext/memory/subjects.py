@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from ..shared.modules import first_parameter
+
 T = TypeVar("T", nn.Module, Optimizer)
 
 
@@ -95,7 +97,7 @@ def find_model(function: Callable[[], object], where: str) -> nn.Module | None:
     """
 
     def is_model(value: object) -> bool:
-        return isinstance(value, nn.Module) and next(value.parameters(), None) is not None
+        return isinstance(value, nn.Module) and first_parameter(value) is not None
 
     def without_parts(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
         parts = {id(part) for model in found.values() for part in list(model.modules())[1:]}

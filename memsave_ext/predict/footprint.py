@@ -23,7 +23,8 @@ from ..adam.rules import rule_of
 from ..adam.states import check, make_state
 from ..shared.dtensor import as_placed
 from ..shared.table import Text, as_text, format_bytes, print_table
-from . import dry_step
+from . import footprint_step
+from .footprint_step import FootprintStep, Make
 from .holdings import KINDS, Amount, Entry, Holding, Inventory, Slot, Tally, holding_of
 
 __all__ = ["Amount", "Footprint", "Holding", "ModeFootprint", "footprint"]
@@ -336,7 +337,7 @@ class _Modes:
         self.predicted: dict[str, ModeFootprint] = {}
         self.unpredicted: dict[str, str] = {}
         # Steps of memsave_ext's optimizers: after backward or in it, of the model or converted.
-        self._known: dict[tuple[bool, bool], dry_step.DryStep] = {}
+        self._known: dict[tuple[bool, bool], FootprintStep] = {}
         self._predict()
 
     def _predict(self) -> None:
@@ -402,10 +403,10 @@ class _Modes:
             {name: v for name, v in group.items() if name == "params" or name not in _NOT_TORCHS}
             for group in self._groups
         ]
-        make = dry_step.of_kind(self._kind, self._defaults, groups, switch)
+        make = footprint_step.of_kind(self._kind, self._defaults, groups, switch)
         if taken is not None:
             make = _taken(make, taken)
-        dry = self._dry_step(self._inventory, make)
+        dry = self._step_of(self._inventory, make)
         tally = Tally()
         for slot, value in dry.state:
             tally.add("optimizer", "" if slot is None else slot.module, value)
@@ -422,7 +423,7 @@ class _Modes:
             state += _our_state({**group, **options}, self._slots(group, inventory))
         return self._prediction(inventory, state, self._gradients(mode == AFTER, converts))
 
-    def _gradients(self, after: bool, converts: bool) -> dry_step.DryStep:
+    def _gradients(self, after: bool, converts: bool) -> FootprintStep:
         """Returns what memsave_ext's optimizers hold beside the states."""
         if not after and self._ours is not None and self._ours.clip_global_norm is not None:
             raise _Unpredictable("clip_global_norm keeps gradients until step()")
@@ -436,7 +437,7 @@ class _Modes:
 
         if (dry := self._known.get((after, converts))) is None:
             inventory = self._in_bfloat16 if converts else self._inventory
-            dry = self._dry_step(inventory, make)
+            dry = self._step_of(inventory, make)
             self._known[after, converts] = dry
         return dry
 
@@ -455,10 +456,10 @@ class _Modes:
         gradients = self._ours and self._ours._gradients
         return gradients.where if gradients and gradients.attached else None
 
-    def _dry_step(self, inventory: Inventory, make: dry_step.Make) -> dry_step.DryStep:
+    def _step_of(self, inventory: Inventory, make: Make) -> FootprintStep:
         try:
             has_any = any(group["params"] for group in self._groups)
-            return dry_step.step(inventory, make if has_any else None)
+            return footprint_step.step(inventory, make if has_any else None)
         except Exception as error:  # an optimizer of anybody's may raise anything
             what = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
             raise _Unpredictable(
@@ -472,19 +473,19 @@ class _Modes:
         return {slot for group in self._groups for slot in self._slots(group, inventory)}
 
     def _prediction(
-        self, inventory: Inventory, state: list[Entry], dry: dry_step.DryStep
+        self, inventory: Inventory, state: list[Entry], dry: FootprintStep
     ) -> ModeFootprint:
         stepped = self._stepped(inventory)
         # Gradients of parameters that the optimizer does not have stay after a step.
         left = Counter(slot for slot in inventory.trained if slot not in stepped)
         between, at_peak = (
-            holding_of([*inventory.entries, *dry_step.entries_of(gradients), *state])
+            holding_of([*inventory.entries, *footprint_step.entries_of(gradients), *state])
             for gradients in (left, dry.gradients)
         )
         return ModeFootprint(between, at_peak, dry.temporaries)
 
 
-def _taken(make: dry_step.Make, options: dict[str, Any]) -> dry_step.Make:
+def _taken(make: Make, options: dict[str, Any]) -> Make:
     def taken(made: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = in_backward(make(made), **options)
         return optimizer
@@ -521,7 +522,7 @@ def _our_state(group: dict[str, Any], slots: Sequence[Slot]) -> list[Entry]:
     # Parameters that are alike have states of the same sizes.
     known: dict[object, list[tuple[torch.dtype, Amount]]] = {}
     try:
-        metas = [dry_step.stand_in(slot, "meta") for slot in slots]
+        metas = [footprint_step.stand_in(slot, "meta") for slot in slots]
         placed = [as_placed(s.param, m.detach()) for s, m in zip(slots, metas, strict=True)]
         modes.check_group({**group, "params": placed}, rule_of(group))
         for slot, meta in zip(slots, metas, strict=True):
@@ -530,7 +531,7 @@ def _our_state(group: dict[str, Any], slots: Sequence[Slot]) -> list[Entry]:
             alike = (meta.shape, meta.stride(), meta.dtype, slot.sparse)
             if alike not in known:
                 state = make_state(meta, group)
-                check(meta, dry_step.gradient_of(slot, meta), state, group)
+                check(meta, footprint_step.gradient_of(slot, meta), state, group)
                 place, device = group.get("states_on") or Place(), slot.param.device
                 here = (t for n, t in state.items() if not place.holds(n, t, device))
                 known[alike] = [(t.dtype, Amount(t.numel(), t.nbytes)) for t in here]

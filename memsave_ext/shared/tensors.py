@@ -70,6 +70,12 @@ def storage_of(tensor: Tensor) -> tuple[object, int]:
     return storage._cdata, storage.nbytes()
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """Whether another tensor has the storage of ``tensor``, too."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # by more than both of these
+
+
 def dense_parts(tensor: Tensor) -> list[Tensor]:
     """Returns the tensor, or the indices and values of a sparse one."""
     if tensor.layout == torch.sparse_coo:

@@ -15,8 +15,11 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
         if frame.f_back is None:
             break
         frame = frame.f_back
-    name, registry = frame.f_globals.get("__name__"), "__warningregistry__"
     warnings.warn_explicit(
-        message, category, frame.f_code.co_filename, frame.f_lineno, name,
-        frame.f_globals.setdefault(registry, {}),
-    )  # fmt: skip
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        frame.f_globals.get("__name__"),
+        frame.f_globals.setdefault("__warningregistry__", {}),
+    )

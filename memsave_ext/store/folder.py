@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
@@ -16,11 +17,13 @@ def absolute_folder(folder: str | os.PathLike[str], must: str) -> str:
         must: the sentence that says what is allowed.
 
     Raises:
-        ValueError: there is no such folder.
+        ValueError: there is no such folder, or the system is not Linux.
     """
     path = os.fspath(folder)
     if not os.path.isdir(path):  # as "" is not
         raise ValueError(f"{must}, got {path!r}")
+    if sys.platform != "linux":
+        raise ValueError(f"{must}; a folder can be used on Linux only, and this is {sys.platform}")
     return os.path.abspath(path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Iterable
@@ -70,16 +69,10 @@ class Keeper:
 
 
 class FileKeeper(Keeper):
-    """Keeps values of tensors on the CPU and on CUDA devices in a file without a name.
-
-    Raises:
-        ValueError: the system is not Linux.
-    """
+    """Keeps values of tensors on the CPU and on CUDA devices in a file without a name."""
 
     def __init__(self, folder: str, name: str, content: str) -> None:
         super().__init__(name, "cpu", "cuda")
-        if sys.platform != "linux":
-            raise ValueError(f"{name}: a folder can be used on Linux only")
         self._file = File(folder, name, content)
         self._lock = threading.RLock()  # taken again by what the garbage collector frees
 
@@ -96,9 +89,6 @@ class FileKeeper(Keeper):
             region = self._file.take(values.nbytes)
         return _InFile(self, region)
 
-    def file(self) -> File:
-        return self._file
-
     def give_back(self, region: Region) -> None:
         with self._lock:
             self._file.free(region)
@@ -106,7 +96,7 @@ class FileKeeper(Keeper):
 
 class _InFile(Kept):
     def __init__(self, keeper: FileKeeper, region: Region) -> None:
-        self._file, self._region = keeper.file(), region
+        self._file, self._region = keeper._file, region
         weakref.finalize(self, keeper.give_back, region).atexit = False
 
     def write(self, values: Tensor) -> None:

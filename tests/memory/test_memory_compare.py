@@ -16,7 +16,6 @@ from torch import nn
 
 from memsave_ext.memory.compare import Comparison, Row, compare
 from memsave_ext.memory.events import CATEGORIES
-from memsave_ext.memory.report import timeline_from_json
 from memsave_ext.memory.tracking import running
 from memsave_ext.shared import table
 
@@ -299,7 +298,8 @@ def test_the_document(tmp_path):
     for row, variant in zip(result.rows, document["variants"], strict=True):
         for name in ("name", "seconds", "peak", "at_peak", "peak_phase"):
             assert variant[name] == getattr(row, name)
-        assert torch.equal(timeline_from_json(variant["timeline"]).live, row.timeline.live)
+        columns = zip(CATEGORIES, row.timeline.live.T.tolist(), strict=True)
+        assert variant["timeline"]["live"] == dict(columns)
 
 
 def test_the_picture(tmp_path):

@@ -626,7 +626,7 @@ MISTAKES = [
     ),
     Mistake(
         "a footprint is that of a first step, which makes the states",
-        "memsave_ext/predict/dry_step.py",
+        "memsave_ext/predict/footprint_step.py",
         "for _ in range(2):",
         "for _ in range(1 if MISTAKE else 2):",
         ("predict/test_footprint.py::test_torch_optimizers",),

@@ -147,7 +147,3 @@ def test_stores_are_below_who_uses_them():
     sources = [path.read_text("utf-8") for path in (csrc / "store").iterdir()]
     rooms = {room for text in sources for room in re.findall(r'#include "(\w+)/', text)}
     assert rooms == {"store", "memory"}
-
-
-def test_every_room_has_its_own_fallback():
-    assert "memsave_ext._reference" not in module_names()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import json
@@ -10,8 +11,10 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +44,36 @@ def load():
     for name in [name for name in sys.modules if name.startswith("memsave_copy")]:
         del sys.modules[name]
     return importlib.import_module("memsave_copy._native")
+
+
+@pytest.mark.skipif(not _native.available, reason="needs the native part")
+def test_the_stub_has_what_is_compiled():
+    compiled: Any = _native.module
+    names = dict(_declared(ast.parse((PACKAGE / "_C.pyi").read_text("utf-8")).body))
+    if not compiled.with_cuda:
+        for name in ("probe_cuda", "managed_memory", "managed_owner", "move_managed"):
+            del names[name]
+    assert set(names) == {name for name in vars(compiled) if not name.startswith("_")}
+    for name, members in names.items():
+        if members:
+            made = set(filter(_is_bound, vars(getattr(compiled, name))))
+            assert set(members) - {"__init__"} == made, name
+
+
+def _declared(body: list[ast.stmt]) -> Iterator[tuple[str, dict[str, object]]]:
+    """The names that a stub declares, and those in its classes."""
+    for node in body:
+        if isinstance(node, ast.AnnAssign):
+            yield ast.unparse(node.target), {}
+        elif isinstance(node, ast.FunctionDef):
+            yield node.name, {}
+        elif isinstance(node, ast.ClassDef):
+            yield node.name, dict(_declared(node.body))
+
+
+def _is_bound(name: str) -> bool:
+    special = ("__call__", "__enter__", "__exit__", "__len__")
+    return name in special or not name.startswith("_")
 
 
 def load_with_one_warning() -> str:

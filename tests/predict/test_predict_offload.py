@@ -239,8 +239,7 @@ def test_a_timeline_says_where_it_went(tmp_path):
         said = " ".join(t.report().split())  # a long line is broken
         assert f"elsewhere at most {format_bytes(used)} of activations" in said
         assert t.to_json()["most_moved"] == used
-        columns = json.loads(json.dumps(report.timeline_as_json(t.timeline, 1 << 30)))
-        assert torch.equal(report.timeline_from_json(columns).moved, moved)
+        assert report.timeline_as_json(t.timeline, 1 << 30)["moved"] == moved.tolist()
     assert later.timeline.moved[0] == used and whole.timeline.moved[0] == 0
 
 

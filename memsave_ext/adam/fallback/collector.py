@@ -15,6 +15,7 @@ from torch import Tensor
 from ..._streams import current_stream, use_here
 from ...checkpoint.function import note_step
 from ...shared import dtensor
+from ...shared.tensors import is_shared
 from .. import errors, modes
 from ..norms import Scaling
 from ..place import Place
@@ -433,9 +434,7 @@ def _changeable(grad: Tensor) -> Tensor:
     """
     if torch._C._current_graph_task_id() == -1 or dtensor.is_dtensor(grad):
         return grad
-    storage = grad.untyped_storage()
-    is_shared = torch._C._storage_Use_Count(storage._cdata) > 2  # by more than both of these
-    return grad.detach().clone() if is_shared else grad
+    return grad.detach().clone() if is_shared(grad) else grad
 
 
 def asks_others(param: Tensor, group: dict[str, Any], asks: str) -> bool:

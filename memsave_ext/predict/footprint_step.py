@@ -63,13 +63,13 @@ def gradient_of(slot: Slot, made: Tensor) -> Tensor:
     )
 
 
-class DryStep(NamedTuple):
+class FootprintStep(NamedTuple):
     state: list[tuple[Slot | None, Any]]  # after the step: of each parameter, and of none
     gradients: Live  # at the worst moment
     temporaries: int  # bytes of what else there is then, that is gone after the step
 
 
-def step(inventory: Inventory, make: Make | None) -> DryStep:
+def step(inventory: Inventory, make: Make | None) -> FootprintStep:
     """Steps on fake tensors, twice: the first step makes states, the second is like all later ones.
 
     Backward goes through the modules in reverse order, one module's own parameters at a time. What
@@ -101,7 +101,7 @@ def step(inventory: Inventory, make: Make | None) -> DryStep:
     slot_of: dict[Any, Slot] = {made[key]: slot for key, slot in inventory.slots.items()}
     states = () if optimizer is None else optimizer.state.items()
     state = [(slot_of.get(key), value) for key, value in states]
-    return DryStep(state, live, temporaries)
+    return FootprintStep(state, live, temporaries)
 
 
 def of_kind(
