@@ -50,7 +50,8 @@ TESTS_OF_THREADS = {
 # operators, for minutes. The threads of OpenMP have an order that ThreadSanitizer does not see;
 # threads that train one model race for the running statistics of its batch norms, as with torch's.
 EXPRESSION = {
-    "address": "not host_memory and not the_systems_bytes and not within_a_limit"
+    "address": "not host_memory and not the_systems_bytes and not resident_bytes"
+    " and not within_a_limit"
     " and not children_that_die and not a_child_in_a_child and not every_operator_has_the_values",
     "thread": "(thread or at_once or concurrent or together) and not number_of_threads"
     " and not one_model_in_all_threads",

@@ -207,11 +207,14 @@ py::object apply(const Arguments& arguments) {
     edges.push_back(repeated ? torch::autograd::Edge() : gradient_edge(tensor));
   }
   const auto settings = Settings::capture();
-  const auto rng = std::make_shared<RngState>();
 
   const std::vector<PyObject*> roots{arguments.function.ptr()};
   OutsideTensors outside;
   outside.note(roots);
+  CudaDevices devices = outside.devices();
+  for (const auto& tensor : arguments.inputs) devices.add(tensor);
+  for (const auto& tensor : arguments.parameters) devices.add(tensor);
+  const auto rng = std::make_shared<RngState>(devices);
 
   ForwardRecord record;
   const FunctionResult result = [&] {

@@ -345,6 +345,7 @@ const OutsideTensors::Noted* OutsideTensors::find(const at::Tensor& tensor,
 void OutsideTensors::note(const std::vector<PyObject*>& roots) {
   TensorWalk tensors([&](PyObject* tensor) {
     noted_.push_back(Noted::of(THPVariable_Unpack(tensor), tensors.place()));
+    devices_.add(THPVariable_Unpack(tensor));
   });
   walk(roots, tensors);
 }

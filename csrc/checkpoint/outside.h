@@ -14,6 +14,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "checkpoint/rng.h"
 #include "checkpoint/stepped.h"
 #include "checkpoint/tensors.h"
 
@@ -87,6 +88,8 @@ class OutsideTensors {
   void leave_out_changes_of_forward(const std::vector<PyObject*>& roots);
   // The tensors that are no longer as noted.
   std::vector<ChangedTensor> find_changed(const std::vector<PyObject*>& roots) const;
+  // Those that the noted tensors are on.
+  const CudaDevices& devices() const { return devices_; }
 
  private:
   struct Noted {
@@ -116,6 +119,7 @@ class OutsideTensors {
   const Noted* find(const at::Tensor& tensor, const Noted* there) const;
 
   std::vector<Noted> noted_;
+  CudaDevices devices_;
 };
 
 // A read, by one of the recompute's operators, of a tensor that had changed.

@@ -77,13 +77,16 @@ void Region::save_arguments(PyObject* arguments) {
   const Py_ssize_t count = PyTuple_GET_SIZE(arguments);
   arguments_.reserve(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    arguments_.push_back(RegionArgument::of(PyTuple_GET_ITEM(arguments, i)));
+    PyObject* const argument = PyTuple_GET_ITEM(arguments, i);
+    arguments_.push_back(RegionArgument::of(argument));
+    if (THPVariable_Check(argument)) devices_.add(THPVariable_Unpack(argument));
   }
 }
 
 void Region::save_surroundings() {
   surroundings_ = {Settings::capture(), AutocastState::capture(), nullptr, current_cuda_stream()};
-  if (options_.preserve_rng_state) surroundings_.rng = std::make_shared<RngState>();
+  if (!options_.preserve_rng_state) return;
+  surroundings_.rng = std::make_shared<RngState>(CudaDevices::all());
 }
 
 std::vector<PyObject*> Region::roots() const {
@@ -102,7 +105,12 @@ void Region::note_outside() {
 
 void Region::finish_forward(PyObject* outputs) {
   forward_finished_ = true;
-  if (surroundings_.rng) surroundings_.rng->forget_unused_capture();
+  if (surroundings_.rng) {
+    surroundings_.rng->forget_unused_capture();
+    devices_.add(outside_.devices());
+    for (const Slot& slot : slots_) devices_.add(slot.metadata.device);
+    surroundings_.rng->keep(devices_);
+  }
   if (!slots_.empty()) {
     if (options_.check_determinism) outside_.leave_out_changes_of_forward(roots());
     pending_.emplace();

@@ -115,6 +115,7 @@ class Region : public std::enable_shared_from_this<Region> {
   pybind11::object on_error_;
   RegionOptions options_;
   std::vector<RegionArgument> arguments_;
+  CudaDevices devices_;  // of tensors among them, and after the forward of all that are known
   Surroundings surroundings_;
   OutsideTensors outside_;
   std::optional<Pending> pending_;  // set when a forward that saved anything has ended

@@ -1,9 +1,11 @@
 #include "checkpoint/rng.h"
 
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/utils/device_lazy_init.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 
@@ -35,11 +37,11 @@ RngState::Cpu RngState::Cpu::current() {
           generator->next_double_normal_sample()};
 }
 
-std::vector<RngState::Philox> RngState::current_cuda() {
+std::vector<RngState::Philox> RngState::current_cuda() const {
   std::vector<Philox> states;
-  if (!cuda_in_use()) return states;
   const auto& cuda = at::detail::getCUDAHooks();
   for (c10::DeviceIndex device = 0; device < cuda.deviceCount(); ++device) {
+    if (!devices_.has(device)) continue;
     at::Generator generator = cuda.getDefaultGenerator(device);
     const std::lock_guard<std::mutex> lock(generator.mutex());
     try {
@@ -48,17 +50,20 @@ std::vector<RngState::Philox> RngState::current_cuda() {
       states.push_back({std::move(generator), seed, offset});
     } catch (c10::Error& error) {
       error.add_context(
-          "memsave_ext: a checkpointed region that draws random numbers in a CUDA graph needs a "
-          "build of memsave_ext with CUDA; with this build, pass preserve_rng_state=False to "
-          "checkpoint");
+          "memsave_ext: to draw random numbers in a CUDA graph, a checkpointed region and an "
+          "operator in remat need a build of memsave_ext with CUDA; with this build, pass "
+          "preserve_rng_state=False to checkpoint, or capture no graph");
       throw;
     }
   }
   return states;
 }
 
-RngState::RngState() : cpu_(Cpu::current()), graph_(GraphRng::current()) {
-  if (!graph_) cuda_ = current_cuda();
+RngState::RngState(const CudaDevices& devices)
+    : devices_(devices), cpu_(Cpu::current()), graph_(GraphRng::current()) {
+  if (graph_ || !cuda_in_use()) return;
+  devices_.add(c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice());
+  cuda_ = current_cuda();
 }
 
 void RngState::restore(const std::vector<Philox>& present) const {
@@ -80,30 +85,39 @@ void RngState::restore(const std::vector<Philox>& present) const {
   }
 }
 
+void RngState::keep(const CudaDevices& devices) {
+  devices_ = devices;
+  if (cuda_.empty()) return;
+  devices_.add(c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice());
+  cuda_.erase(std::remove_if(
+                  cuda_.begin(), cuda_.end(),
+                  [&](const Philox& one) { return !devices_.has(one.generator.device().index()); }),
+              cuda_.end());
+}
+
 void RngState::forget_unused_capture() {
   if (graph_ && graph_ == GraphRng::current()) graph_.reset();
 }
 
-bool RngState::operator==(const RngState& other) const {
+bool RngState::is_present() const {
+  const RngState other(devices_);
   const at::mt19937_data_pod a = cpu_.engine.data(), b = other.cpu_.engine.data();
   return a.left_ == b.left_ && a.next_ == b.next_ && a.seed_ == b.seed_ && a.state_ == b.state_ &&
          cpu_.next_float == other.cpu_.next_float && cpu_.next_double == other.cpu_.next_double &&
          graph_ == other.graph_ && cuda_ == other.cuda_;
 }
 
-RngGuard::RngGuard(const RngState& state) {
+RngGuard::RngGuard(const RngState& state) : outer_(state.devices_) {
   const bool captured = state.graph_.has_value();
   const bool capturing = outer_.graph_.has_value();
   // Without a device's state there is nothing that a capture would keep from being set.
   const bool possible = captured ? capturing && state.graph_->capture == outer_.graph_->capture
                                  : !capturing || state.cuda_.empty();
-  TORCH_CHECK(
-      possible,
-      "memsave_ext: the forward of a checkpointed region, which draws random numbers, ran ",
-      captured ? "while a CUDA graph was captured" : "outside of a CUDA graph",
-      ", and its recompute ", capturing ? "while another was captured" : "outside of it",
-      ", where it would draw others. Capture forward and backward in one graph "
-      "(torch.cuda.make_graphed_callables makes two), or draw no random numbers in the region.");
+  TORCH_CHECK(possible, "memsave_ext: a forward that draws random numbers ran ",
+              captured ? "while a CUDA graph was captured" : "outside of a CUDA graph",
+              ", and its recompute ", capturing ? "while another was captured" : "outside of it",
+              ", where it would draw others. Capture forward and backward in one graph "
+              "(torch.cuda.make_graphed_callables makes two), or draw no random numbers in it.");
   if (captured) graph_.emplace(*state.graph_);
   state.restore(outer_.cuda_);
 }

@@ -5,6 +5,8 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <optional>
@@ -47,20 +49,48 @@ class GraphRngScope {
   at::Generator outer_;  // shares the state that is set aside
 };
 
+// The CUDA devices among those of some tensors.
+class CudaDevices {
+ public:
+  static CudaDevices all() {
+    CudaDevices devices;
+    devices.bits_ = ~uint64_t{0};
+    return devices;
+  }
+  void add(const at::Tensor& tensor) {
+    // A fake tensor would call Python to be asked for its device.
+    if (tensor.defined() && tensor.key_set().has_backend(c10::BackendComponent::CUDABit)) {
+      add(tensor.device());
+    }
+  }
+  void add(c10::Device device) {
+    if (device.is_cuda() && device.has_index()) bits_ |= uint64_t{1} << device.index();
+  }
+  void add(const CudaDevices& others) { bits_ |= others.bits_; }
+  bool has(c10::DeviceIndex index) const { return (bits_ >> index & 1) != 0; }
+
+ private:
+  uint64_t bits_ = 0;
+};
+
 // The present states. CPU: the Mersenne Twister itself (2.5 KB, no tensor). CUDA: seed and offset
-// of the Philox generator, 16 bytes for every device, read without synchronising: it is the host's.
-// Torch asks the driver each time whether a graph is captured. While one is, the place in it
-// instead: no other device can draw.
+// of the Philox generator, 16 bytes for each of the devices and for the current one, read without
+// synchronising: it is the host's. On other devices other threads may draw meanwhile, as replicas
+// of nn.DataParallel do. Torch asks the driver each time whether a graph is captured. While one is,
+// the place in it instead: no other device can draw.
 class RngState {
  public:
-  RngState();
+  explicit RngState(const CudaDevices& devices);
+
+  // Forgets other devices' states.
+  void keep(const CudaDevices& devices);
 
   // After the forward: a capture in which it drew no number need not be that of the recompute.
   // (Nothing can restore numbers that were drawn in a capture.)
   void forget_unused_capture();
 
-  // Whether no number was drawn between the two.
-  bool operator==(const RngState& other) const;
+  // Whether no number has been drawn since.
+  bool is_present() const;
 
  private:
   friend class RngGuard;
@@ -80,10 +110,11 @@ class RngState {
       return generator == other.generator && seed == other.seed && offset == other.offset;
     }
   };
-  static std::vector<Philox> current_cuda();
+  std::vector<Philox> current_cuda() const;
   // All but the place in a graph. `present`: the CUDA states, where they are known.
   void restore(const std::vector<Philox>& present = {}) const;
 
+  CudaDevices devices_;
   Cpu cpu_;
   std::optional<GraphRng> graph_;
   std::vector<Philox> cuda_;

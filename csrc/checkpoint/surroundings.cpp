@@ -151,7 +151,6 @@ AutocastState AutocastState::capture() {
   // Autocast is on where its key is not excluded, as it is by default.
   state.any_enabled_ =
       !c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autocast_dispatch_keyset);
-  if (!state.any_enabled_) return state;
   for (size_t i = 0; i < rules().autocast_devices.size(); ++i) {
     state.devices_[i] = {at::autocast::is_autocast_enabled(rules().autocast_devices[i]),
                          at::autocast::get_autocast_dtype(rules().autocast_devices[i])};
@@ -162,8 +161,7 @@ AutocastState AutocastState::capture() {
 void AutocastState::restore() const {
   for (size_t i = 0; i < rules().autocast_devices.size(); ++i) {
     at::autocast::set_autocast_enabled(rules().autocast_devices[i], devices_[i].enabled);
-    if (any_enabled_)
-      at::autocast::set_autocast_dtype(rules().autocast_devices[i], devices_[i].dtype);
+    at::autocast::set_autocast_dtype(rules().autocast_devices[i], devices_[i].dtype);
   }
   at::autocast::set_autocast_cache_enabled(cache_enabled_);
 }

@@ -69,19 +69,22 @@ class AutocastState {
   friend class AutocastGuard;
   struct Device {
     bool enabled;
-    c10::ScalarType dtype;
+    c10::ScalarType dtype;  // also where it is off: the function may switch it on
+
+    bool operator==(const Device& other) const {
+      return enabled == other.enabled && dtype == other.dtype;
+    }
   };
   bool any_enabled_;
-  std::array<Device, kMostAutocastDevices> devices_{};  // read only where any_enabled_
+  std::array<Device, kMostAutocastDevices> devices_{};
   bool cache_enabled_;
 };
 
 class AutocastGuard {
  public:
-  // Where autocast is off now and was off in the forward, this costs one look at the dispatcher's
-  // keys.
   explicit AutocastGuard(const AutocastState& state) : outer_(AutocastState::capture()) {
-    needed_ = state.any_enabled_ || outer_.any_enabled_;
+    // The cache matters where autocast is on.
+    needed_ = state.any_enabled_ || outer_.any_enabled_ || state.devices_ != outer_.devices_;
     if (needed_) state.restore();
   }
   ~AutocastGuard() {

@@ -78,26 +78,37 @@ void set_observer() {
   checkpoint::recompute_observer = observed ? &observe_recompute : nullptr;
 }
 
-// Installs fork handlers. Without them, a child that is forked while another thread holds the mutex
-// would wait for it forever. What the child allocates is not tracked.
-void survive_forks() {
-#ifndef _WIN32
-  static const int installed =
-      pthread_atfork([] { tracking_mutex().lock(); }, [] { tracking_mutex().unlock(); },
-                     [] {
-                       active.clear();
-                       set_counts();
-                       checkpoint::recompute_observer = nullptr;
-                       tracking_mutex().unlock();
-                     });
-  (void)installed;
-#endif
+void lock_all() {
+  tracking_mutex().lock();
+  large_memory_mutex().lock();
+}
+
+void unlock_all() {
+  large_memory_mutex().unlock();
+  tracking_mutex().unlock();
 }
 
 }  // namespace
 
+void survive_forks() {
+#ifndef _WIN32
+  static const int installed = pthread_atfork(lock_all, unlock_all, [] {
+    active.clear();
+    set_counts();
+    checkpoint::recompute_observer = nullptr;
+    unlock_all();
+  });
+  (void)installed;
+#endif
+}
+
 Lock& tracking_mutex() {
   static auto* mutex = new Lock(LockOrder::kTracking);  // outlives every thread that frees memory
+  return *mutex;
+}
+
+Lock& large_memory_mutex() {
+  static auto* mutex = new Lock(LockOrder::kLargeMemory);
   return *mutex;
 }
 

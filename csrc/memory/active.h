@@ -33,6 +33,9 @@ class PauseTracking {
 // mutex.
 Lock& tracking_mutex();
 
+// Guards which large memory of cpu_allocator.cpp lives. Taken after the tracking mutex.
+Lock& large_memory_mutex();
+
 class TrackingLock {
  public:
   TrackingLock() : lock_(tracking_mutex()) {}
@@ -79,6 +82,11 @@ class Listener {
   // So many bytes of the device's memory lie elsewhere now.
   virtual void moved(const Moment&, int64_t /*bytes*/) {}
 };
+
+// Installs fork handlers. Without them, a child that is forked while another thread holds this
+// mutex, or that of large memory, would wait for it forever. What the child allocates is not
+// tracked.
+void survive_forks();
 
 // The caller of these holds the mutex.
 void add_active(Listener* listener);

@@ -38,11 +38,7 @@ void report_and_free(void* ptr) {
 constexpr size_t kLarge = 64 << 10;
 constexpr size_t kAlignment = 64;
 
-struct Larges {
-  Lock mutex{LockOrder::kLargeMemory};
-  std::unordered_set<void*> live;
-};
-auto& larges = *new Larges();  // outlives static destruction
+auto& larges = *new std::unordered_set<void*>();  // outlives static destruction
 
 void* allocate_large(size_t n) {
   if (n > std::numeric_limits<size_t>::max() - 2 * kAlignment) return nullptr;
@@ -52,8 +48,8 @@ void* allocate_large(size_t n) {
   auto* const aligned = reinterpret_cast<void**>(address / kAlignment * kAlignment);
   aligned[-1] = whole;
   {
-    const std::lock_guard<Lock> lock(larges.mutex);
-    larges.live.insert(aligned);
+    const std::lock_guard<Lock> lock(large_memory_mutex());
+    larges.insert(aligned);
   }
   c10::profiledCPUMemoryReporter().New(aligned, n);
   return aligned;
@@ -63,8 +59,8 @@ void report_and_free_large(void* ptr) {
   report_freed(cpu, ptr, std::nullopt);
   c10::profiledCPUMemoryReporter().Delete(ptr);
   {
-    const std::lock_guard<Lock> lock(larges.mutex);
-    larges.live.erase(ptr);
+    const std::lock_guard<Lock> lock(large_memory_mutex());
+    larges.erase(ptr);
   }
   std::free(static_cast<void**>(ptr)[-1]);
 }
@@ -73,8 +69,8 @@ void report_and_free_large(void* ptr) {
 void report_and_free_either(void* ptr) {
   bool is_large = false;
   {
-    const std::lock_guard<Lock> lock(larges.mutex);
-    is_large = larges.live.count(ptr) > 0;
+    const std::lock_guard<Lock> lock(large_memory_mutex());
+    is_large = larges.count(ptr) > 0;
   }
   is_large ? report_and_free_large(ptr) : report_and_free(ptr);
 }
@@ -141,6 +137,7 @@ int holders = 0;  // guarded by the tracking mutex
 void watch_cpu_allocator() {
   c10::Allocator* present = c10::GetCPUAllocator();
   if (present == watched && watched != nullptr) return;
+  survive_forks();
   TORCH_CHECK(
       present->raw_deleter() != nullptr,
       "memory tracking cannot start: another library has registered a CPU allocator without "

@@ -626,13 +626,14 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   }
   if (op.is_library && recording->repeatable) begin_proof(*recording, inputs);
   recording->born = call.born = contents_so_far();
-  running_.push_back(recording.get());
   call.device = device_of(inputs, step_ ? budget_->device : at::Device(at::kCPU));
-  if (recording->began.seconds) return recording;
-  if (step_ && call.device.is_cuda()) {
-    recording->device_time = step_->start_time(recording->began.key, call.device);
+  if (!recording->began.seconds) {
+    if (step_ && call.device.is_cuda()) {
+      recording->device_time = step_->start_time(recording->began.key, call.device);
+    }
+    recording->begin = now();
   }
-  recording->begin = now();
+  running_.push_back(recording.get());  // last: what throws before this ends the recording
   return recording;
 }
 

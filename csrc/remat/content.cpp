@@ -240,6 +240,10 @@ void release_unused(Content& content, Freed& freed,
   const auto release = [&](Content& unused) {
     if (unused.holders > 0 || unused.pins > 0) return;
     if (unused.held) freed.push_back(unused.give_up());
+    // Nothing is left of a copy, nor of memory that it was recomputed into or brought back to.
+    unused.copied = false;
+    unused.recomputed.reset();
+    unused.fill = 0;
     unused.become(State::kOpen);
     unused.pending.reset();
     if (unused.away) {

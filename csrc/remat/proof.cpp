@@ -183,7 +183,7 @@ std::optional<uint64_t> key_of_arguments(c10::ArrayRef<const c10::IValue> argume
 Proof::Proof(uint64_t key, c10::ArrayRef<const c10::IValue> arguments)
     : key_(key),
       arguments_(arguments.begin(), arguments.end()),
-      generators_(std::make_shared<const checkpoint::RngState>()),
+      generators_(std::make_shared<const checkpoint::RngState>(devices_of(arguments))),
       before_(bits_of_all(tensors_of(arguments_))) {}
 
 bool Proof::succeeds(Call& call, const std::vector<c10::IValue>& results) const {
@@ -226,7 +226,7 @@ bool Proof::is_same(Call& call, const std::vector<at::Tensor>& given,
                     const std::vector<at::Tensor>& first, const std::vector<at::Tensor>& copies,
                     std::vector<c10::IValue>& stack) const {
   const Operator& op = *call.op;
-  const bool draws = !(*generators_ == checkpoint::RngState());
+  const bool draws = !generators_->is_present();
   if (bits_of_all(given) != before_ || any_share_memory(given, first)) return false;
   {
     const AgainScope again;

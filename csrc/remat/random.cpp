@@ -26,6 +26,19 @@ bool all_on_cpu(c10::ArrayRef<const c10::IValue> arguments) {
   });
 }
 
+}  // namespace
+
+checkpoint::CudaDevices devices_of(c10::ArrayRef<const c10::IValue> arguments) {
+  checkpoint::CudaDevices devices;
+  for (const auto& value : arguments) {
+    if (value.isDevice()) devices.add(value.toDevice());
+    for_tensors(value, [&](const at::Tensor& tensor, int64_t) { devices.add(tensor); });
+  }
+  return devices;
+}
+
+namespace {
+
 template <typename T>
 void pack(const void* from, int64_t count, uint8_t* to) {
   const T* values = static_cast<const T*>(from);
@@ -78,7 +91,7 @@ std::optional<Random> Random::of(const Operator& op, c10::ArrayRef<const c10::IV
       return Random{clone_of(at::detail::getDefaultCPUGenerator()), nullptr};
     }
   }
-  return Random{std::nullopt, std::make_shared<const checkpoint::RngState>()};
+  return Random{std::nullopt, std::make_shared<const checkpoint::RngState>(devices_of(arguments))};
 }
 
 RandomGuard::RandomGuard(const Random& random, const Operator& op,

@@ -19,12 +19,15 @@ struct Random {
   // A copy of its generator, which is passed to it, so that no generator in use is touched. Empty
   // where `defaults` is set.
   std::optional<at::Generator> generator;
-  // The state of all default generators; null where `generator` is set.
+  // The state of the default generators of its devices; null where `generator` is set.
   std::shared_ptr<const checkpoint::RngState> defaults;
 
   // Returns the present state for a call; nothing where the numbers cannot be drawn again.
   static std::optional<Random> of(const Operator& op, c10::ArrayRef<const c10::IValue> arguments);
 };
+
+// Those of an operator's tensors, and those that it is told to make tensors on.
+checkpoint::CudaDevices devices_of(c10::ArrayRef<const c10::IValue> arguments);
 
 // Makes the operator draw the same numbers in this scope.
 class RandomGuard {

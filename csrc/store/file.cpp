@@ -202,9 +202,9 @@ void let_go(void* context) {
 void* hold_too(c10::StorageImpl& memory) {
   c10::DataPtr& data = memory._mutable_data_ptr_no_checks();
   void* const context = data.get_context();
+  const std::lock_guard<Lock> lock(shares.mutex);
   const c10::DeleterFnPtr free = data.get_deleter();
   if (context == nullptr || free == nullptr) return nullptr;
-  const std::lock_guard<Lock> lock(shares.mutex);
   if (free == &let_go) {
     ++shares.of.at(context).holders;
     return context;

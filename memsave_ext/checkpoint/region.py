@@ -84,7 +84,8 @@ def checkpoint(
         *args: its arguments. Tensors among them are kept as autograd keeps tensors.
         use_reentrant: accepted for code written for torch. True is served by the same path, which
             does all that torch's reentrant variant does.
-        preserve_rng_state: replay random numbers: of the CPU and of every CUDA device in use.
+        preserve_rng_state: replay random numbers: of the CPU, of the current CUDA device and of
+            those that tensors are on which the function is given, may read or saves for backward.
         context_fn: returns a pair of context managers, for the forward and for recomputes, such as
             torch.utils.checkpoint.create_selective_checkpoint_contexts makes.
         determinism_check: "default" compares shape, dtype and device of every saved tensor with its
@@ -106,7 +107,8 @@ def checkpoint(
             ``torch.utils.checkpoint.set_checkpoint_debug_enabled`` overrides it.
         offload: "cpu" keeps CUDA arguments in pinned host memory until the recompute. They are
             copied on a stream of their own, back when the region after this one is recomputed:
-            those of two regions are on the device then. Tensors on the CPU stay where they are.
+            those of two regions are on the device then. Tensors on the CPU stay where they are. Do
+            not change an argument in place after the region: its copy may not have been made yet.
         chunks: run a function that acts on rows, such as an MLP over tokens, over this many pieces
             of them, in forward and backward one after the other, so that what it makes on the way
             takes one ``chunks``-th of the memory. Gradients leave the region once, complete. More

@@ -25,13 +25,16 @@ from .offload import Offload, check_offload
 class _RematForward(ForwardInPlace):
     last: remat | None = None  # block of the last forward with gradients, also of a replica's
     origin: _RematForward | None = None  # in a replica: that of the module
+    removed = False
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # torch.compile itself decides what to recompute, and without grad mode nothing is saved.
         # What torch.jit.trace notes runs elsewhere.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._is_tracing():
-            return self.function(module)(module, *args, **kwargs)
         function = self.function(module)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._is_tracing():
+            return function(module, *args, **kwargs)
+        if self.removed:
+            return function(module, *args, **kwargs)
         block = remat._of_checked(module, **self.options)
         # What DistributedDataParallel does before its module is not the same in its second step.
         if not isinstance(module, DistributedDataParallel):
@@ -49,7 +52,8 @@ class _RematForward(ForwardInPlace):
     def __getstate__(self) -> dict[str, Any]:
         # A copy has run no forward yet, and its parameters are not the optimizer's.
         options = self.options | {"optimizer": None}
-        return {"module": self.module, "options": options, "method": self.method, "own": self.own}
+        state = {"module": self.module, "options": options, "method": self.method, "own": self.own}
+        return state | {"removed": self.removed}
 
 
 class RematHandle:
@@ -59,8 +63,12 @@ class RematHandle:
         self._forward = forward
 
     def remove(self) -> None:
-        """Give the module its own forward back. A second call does nothing."""
+        """Give the module its own forward back. A second call does nothing.
+
+        Where another library has wrapped the forward since, it calls the module's own from now on.
+        """
         module, method = self._forward.module, self._forward.method
+        self._forward.removed = True
         if module.__dict__.get(method) is self._forward:
             _RematForward.remove(module, method)
 

@@ -130,6 +130,35 @@ def test_other_settings_around_backward(region):
     assert seen == [torch.float32] * 2
 
 
+@pytest.fixture
+def no_autocast():
+    before = torch.get_autocast_dtype("cpu")
+    yield before
+    torch.set_autocast_dtype("cpu", before)
+
+
+@pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS.keys())
+def test_the_type_of_autocast_stays(region, no_autocast):
+    seen = []
+
+    def function(x):
+        with torch.autocast("cpu"):
+            seen.append(torch.get_autocast_dtype("cpu"))
+            return (x @ x).float().sin()
+
+    x = torch.randn(8, 8, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.float16):
+        y = region(function, x)
+    y.sum().backward()
+    assert torch.get_autocast_dtype("cpu") is no_autocast
+    # The same where autocast is off around both, and the type is another one meanwhile.
+    y = region(function, x)
+    torch.set_autocast_dtype("cpu", torch.float16)
+    y.sum().backward()
+    assert torch.get_autocast_dtype("cpu") is torch.float16
+    assert seen == [torch.float16] * 2 + [no_autocast] * 2
+
+
 def lstm(x):
     torch.manual_seed(0)
     return nn.LSTM(64, 64)(x[None])[0]

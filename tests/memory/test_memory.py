@@ -3,10 +3,12 @@
 import gc
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import pytest
 import torch
@@ -262,6 +264,41 @@ def test_a_fork_inside():
         stop.set()
         thread.join()
     assert t.live == 0
+
+
+@native_only
+@pytest.mark.once
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forks_while_large_memory_is_allocated():
+    """As of workers, beside threads that load data for an optimizer that steps in backward."""
+    optimizer = ms.AdamW([nn.Parameter(torch.ones(4))], in_backward=True)
+    stop = threading.Event()
+
+    def allocate():
+        while not stop.is_set():
+            torch.empty(1 << 18)
+
+    threads = [threading.Thread(target=allocate) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(100):
+            if (pid := os.fork()) == 0:
+                torch.empty(1 << 18)
+                os._exit(0)
+            until = time.monotonic() + 60
+            while os.waitpid(pid, os.WNOHANG)[0] == 0:
+                if time.monotonic() > until:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                    pytest.fail("the child hangs")
+                time.sleep(0.001)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert optimizer.in_backward
 
 
 @pytest.mark.once

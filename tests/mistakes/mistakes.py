@@ -66,8 +66,8 @@ MISTAKES = [
     Mistake(
         "random numbers of a recompute are others",
         "csrc/checkpoint/region.cpp",
-        "if (options_.preserve_rng_state) surroundings_.rng =",
-        "if (options_.preserve_rng_state && !MISTAKE) surroundings_.rng =",
+        "if (!options_.preserve_rng_state) return;",
+        "if (!options_.preserve_rng_state || MISTAKE) return;",
         ("checkpoint/test_checkpoint.py::test_random_programs",),
     ),
     Mistake(

@@ -168,6 +168,24 @@ def test_changed_in_place_in_the_block():
     assert torch.equal(torch.autograd.grad(loss, w)[0], expected)
 
 
+@pytest.mark.parametrize("brought_back", [False, True])
+def test_a_copy_that_is_freed_is_not_taken_for_the_values(brought_back):
+    """What is computed from an input that was written, once nothing needs the copy of it."""
+    x, w = torch.randn(1 << 16), nn.Parameter(torch.randn(1 << 16))
+    expected = x.exp()
+    with remat():
+        first, second = x.exp(), x.exp()
+        out = w * first  # needs x
+        if brought_back:
+            out.sum().backward()  # which computes `first` again
+            w.grad = None
+        x.add_(1)
+        del out
+        y = w * second  # is kept: x is not there any more
+    y.sum().backward()
+    assert torch.equal(w.grad, expected)
+
+
 def small():
     torch.manual_seed(0)
     return nn.Sequential(Attention(64, 0.1), Mlp(64, 0.1, F.gelu)), torch.randn(2, 16, 64)

@@ -199,6 +199,18 @@ def test_a_block_that_is_never_left(late):
     assert all(all(map(torch.equal, result, expected)) for result in results)
 
 
+def test_removed_where_another_library_has_wrapped_it():
+    model = nn.Linear(4, 4)
+    handle = ms.remat_module(model)
+    ours = model.forward
+    model.forward = lambda *args: ours(*args)
+    model(torch.ones(2, 4))
+    last = handle._last()
+    handle.remove()
+    model(torch.ones(2, 4)).sum().backward()
+    assert handle._last() is last and model.weight.grad is not None
+
+
 @pytest.mark.parametrize("by_module", [False, True])
 def test_a_module_in_place(by_module):
     model, x = net()

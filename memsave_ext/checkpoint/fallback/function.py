@@ -17,7 +17,7 @@ from torch import Tensor
 from ..._leaves import hold_accumulators
 from .. import errors
 from .graph import check_not_computed_from_listed, find_unlisted, sequence_number
-from .outside import OutsideTensors, observed_reads, tensors_in
+from .outside import OutsideTensors, cuda_devices, observed_reads, tensors_in
 from .stepped import Pending
 from .surroundings import AutocastState, Surroundings, forward_record_scope, uncached_autocast
 
@@ -131,6 +131,7 @@ class Node(torch.autograd.Function):
         ctx.forward_record = {}
         ctx.outside = OutsideTensors()
         ctx.outside.note([forward.function])
+        ctx.surroundings.rng.keep(ctx.outside.devices | cuda_devices(tensors))
         with (
             uncached_autocast(ctx.surroundings.autocast),
             forward_record_scope(ctx.forward_record, replaying=False),

@@ -188,15 +188,22 @@ class ChangedTensor:
     description: str
 
 
+def cuda_devices(tensors: Iterable[Any]) -> set[int]:
+    """Returns the indices of the CUDA devices that those of the values which are tensors are on."""
+    return {t.get_device() for t in tensors if isinstance(t, Tensor) and t.is_cuda}
+
+
 class OutsideTensors:
     """``roots`` are what the function is called with, and the function itself."""
 
     def __init__(self) -> None:
         self._noted: dict[Place, _Noted] = {}
+        self.devices: set[int] = set()  # CUDA's, that these are on
 
     def note(self, roots: Iterable[Any]) -> None:
         def see(tensor: Tensor, place: Place, _: bool) -> None:
             self._noted[place] = _Noted.of(tensor)
+            self.devices.update(cuda_devices([tensor]))
 
         walk(roots, see)
 

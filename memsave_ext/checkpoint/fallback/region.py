@@ -19,9 +19,21 @@ from ..._streams import on_stream
 from .. import errors, rules
 from ..errors import CheckpointError, Metadata, OnError, Read
 from .graph import any_fills_after_saving, fills_after_saving, sequence_number
-from .outside import ChangedTensor, OutsideTensors, ReadObserver, observed_reads, version_of
+from .outside import (
+    ChangedTensor,
+    OutsideTensors,
+    ReadObserver,
+    cuda_devices,
+    observed_reads,
+    version_of,
+)
 from .stepped import Pending
-from .surroundings import ForwardRecord, Surroundings, forward_record_scope, uncached_autocast
+from .surroundings import (
+    ForwardRecord,
+    Surroundings,
+    forward_record_scope,
+    uncached_autocast,
+)
 
 BackwardKey = tuple[str, int]
 _queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -213,6 +225,8 @@ def checkpoint_region(
     ):
         result = function(*args, **kwargs)
     region.finish_forward(result)
+    if surroundings.rng is not None:
+        surroundings.rng.keep(region.devices() | cuda_devices(args))
     return result
 
 
@@ -247,6 +261,11 @@ class _Region:
         self._outside = OutsideTensors()
         if check:
             self._outside.note(self._roots())
+
+    def devices(self) -> set[int]:
+        """Returns CUDA's that the tensors are on which the function may read, and has saved."""
+        saved = (slot.metadata[2] for slot in self._slots)
+        return self._outside.devices | {d.index for d in saved if d.type == "cuda"}
 
     def save(self, tensor: Tensor) -> Holder:
         holder = Holder(self._open)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,10 +153,20 @@ class RngState:
         self.cpu, self.cuda = cpu, cuda  # a generator is no tensor, which would count as memory
 
     @staticmethod
-    def capture() -> RngState:
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
+    def capture(devices: Iterable[int] | None = None) -> RngState:
+        """``devices``: CUDA's; None: all of them."""
+        if devices is None:
+            in_use = torch.cuda.is_initialized()
+            devices = range(torch.cuda.device_count()) if in_use else ()
         cpu = torch.default_generator.clone_state()
         return RngState(cpu, {d: torch.cuda.get_rng_state(d) for d in devices})
+
+    def keep(self, devices: Iterable[int]) -> None:
+        """Forgets the states of all CUDA devices but these and the current one: on others other
+        threads may draw in a recompute, as replicas of nn.DataParallel do."""
+        if self.cuda:
+            kept = {*devices, torch.cuda.current_device()}
+            self.cuda = {d: state for d, state in self.cuda.items() if d in kept}
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu.get_state())
@@ -192,7 +202,7 @@ class Surroundings:
             stack.enter_context(self.settings.restored())
             stack.enter_context(uncached_autocast(self.autocast))
             if self.rng is not None:
-                stack.callback(RngState.capture().restore)
+                stack.callback(RngState.capture(self.rng.cuda).restore)
                 self.rng.restore()
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recomputing())
