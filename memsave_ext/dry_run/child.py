@@ -2,7 +2,8 @@
 
 It is a copy of this process that the operating system makes, with closures, caches, hooks and
 registries. So a step may run there that must not change anything here. Effects outside of memory
-are the exception: sockets, shared memory, offsets of open files.
+are the exception: sockets, shared memory, offsets of open files, and files that are emptied by
+``truncate()`` of an open one, or by a library without Python.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pickle
 import random
 import select
 import signal
+import stat
 import struct
 import sys
 import tempfile
@@ -23,7 +25,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -47,10 +48,18 @@ _NO_FILES = (
     "which workers of a DataLoader need: make the batch outside of the step, or leave out what "
     "writes where memsave_ext.is_dry_run() is true"
 )
+# Events of audits: which argument is a path, which one the folder that it begins at, if any, and
+# whether it was there before.
+_CHANGES_OF_FILES = {
+    "os.mkdir": (0, 2, False), "os.link": (1, 3, False), "os.symlink": (1, 2, False),
+    "os.remove": (0, 1, True), "os.rmdir": (0, 1, True), "os.rename": (0, 2, True),
+    "os.truncate": (0, None, True),
+}  # fmt: skip
 _pipe = -1  # in a child: where its messages go
 tensors: list[Tensor] = []  # in a child: all of the process
 _modules: list[nn.Module] = []  # likewise
 _held: list[Any] = []  # in a child: what stays alive
+_may_write = False  # in a child: to files
 
 
 def is_dry_run() -> bool:
@@ -123,17 +132,6 @@ class Child(Generic[Result]):
             os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):  # where SIGCHLD is ignored
             os.waitpid(pid, 0)
-
-    def __enter__(self) -> Child[Result]:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.stop()
 
     def _fork(self) -> None:
         global _pipe
@@ -256,12 +254,52 @@ def writing_files() -> Iterator[None]:
         return
     import resource  # Windows has none, and no fork
 
+    global _may_write
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    before, _may_write = _may_write, True
     try:
         yield
     finally:
+        _may_write = before
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def _refuse_changes_of_files(event: str, args: tuple[Any, ...]) -> None:
+    """In a child: hears of what changes files without writing to them, before it happens."""
+    if event not in _CHANGES_OF_FILES and event != "open":
+        return
+    if _may_write or not is_dry_run():
+        return
+    if event == "open":
+        path, _, flags = args
+        is_emptied = flags & os.O_TRUNC and _size(path)
+        is_changed = is_emptied or (flags & os.O_CREAT and _size(path) is None)
+    else:
+        place, of_folder, was_there = _CHANGES_OF_FILES[event]
+        path, folder = args[place], -1 if of_folder is None else args[of_folder]
+        is_changed = _is_there(path, folder) is was_there
+    if is_changed:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+
+def _size(path: Any) -> int | None:
+    """Returns the size of the file that is there, 0 of what is none; None where nothing is."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+
+
+def _is_there(path: Any, folder: int) -> bool:
+    try:
+        if isinstance(path, int):
+            return os.fstat(path).st_nlink > 0  # else it has no name, and is nobody else's
+        os.lstat(path, dir_fd=None if folder == -1 else folder)
+    except OSError:
+        return False
+    return True
 
 
 @functools.cache
@@ -336,6 +374,7 @@ def _prepare(state: Any, threads: int, cards: int | None) -> None:
         file.write("1000")  # the system ends this one first where memory is short
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # nothing is written to a file twice
+    sys.addaudithook(_refuse_changes_of_files)
     if _pipe < 3:  # the parent has closed one of these
         _pipe = fcntl.fcntl(_pipe, fcntl.F_DUPFD_CLOEXEC, 3)
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -367,7 +406,7 @@ def _run(function: Callable[[], Any]) -> None:
 def _as_raised(error: BaseException) -> BaseException:
     """Returns an error that can be pickled; another one where it cannot."""
     kind = type(error).__name__
-    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+    if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.EROFS):
         return OSError(error.errno, f"{error.strerror}: {_NO_FILES}", error.filename)
     if isinstance(error, Exception):
         with suppress(Exception):

@@ -5,6 +5,7 @@ Nothing is put back: the child ends as it is.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -47,6 +48,7 @@ def in_child(threads: int, cards: int | None, engine: Any) -> list[Patch]:
     found = [
         # The pool of OpenMP's threads is not here. Workspaces are those of the parent's threads.
         Patch(torch, "get_num_threads", _value(lambda: threads)),
+        Patch(torch._C, "PyTorchFileWriter", _told_of_file),
     ]
     if cards is not None:  # CUDA, which is in use in the parent, cannot be asked
         found.append(Patch(torch.cuda, "is_available", _value(lambda: cards > 0)))
@@ -126,6 +128,17 @@ def of_libraries(is_known: Callable[[Tensor], bool]) -> list[Patch]:
         # It warns of padding that fake tokens seem to have.
         found.append(Patch(models.logger, "warning_once", _value(_nothing)))
     return found
+
+
+def _told_of_file(theirs: Any) -> Any:
+    """torch.save() opens a file without Python, whose audits hear of it here."""
+
+    def writer(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, str):
+            sys.audit("open", file, "w", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        return theirs(file, *args, **kwargs)
+
+    return writer
 
 
 def _value(new: Any) -> Callable[[Any], Any]:

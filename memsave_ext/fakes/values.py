@@ -9,13 +9,17 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from .. import _parts
+
 MOST_KNOWN = 64  # elements of a tensor whose values are known
+_MOST_COMPUTED = 1 << 22  # elements of what is computed from a batch's mask, as what it hides
 _aten = torch.ops.aten
 _COUNTS = (
     *(_aten.arange.default, _aten.arange.start, _aten.arange.start_step, _aten.linspace.default),
@@ -62,14 +66,28 @@ _RULES: dict[Any, Rule] = {
     **_each("uniform_", lambda _, least=0.0, *__, **___: least),
 }
 _SUMS = frozenset(_each("sum", _same))
+_FILLED = frozenset(
+    _each("zeros zeros_like new_zeros zero_ ones ones_like new_ones", _same)
+    | _each("full full_like new_full fill_ normal_ uniform_", _same)
+)  # whatever the values were
 _CHANGES = frozenset(_each("zero_ fill_ normal_ uniform_", _same))
 
 
+class _Several(NamedTuple):
+    tensor: Tensor
+    place: tuple[Any, ...]  # which part of the storage has them
+
+
+def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
 class Values:
-    """Knows the value of each tensor whose elements all have the same."""
+    """Knows the value of each tensor whose elements all have the same, and the values of those that
+    are computed from a batch's whole numbers, such as its mask."""
 
     def __init__(self) -> None:
-        # By the storage: the version of the tensors in it, and their value.
+        # By the storage: the version of the tensors in it, and their value, or the values of one.
         self._known: dict[int, tuple[int, Any]] = {}
 
     def forget(self, storage: int) -> None:
@@ -89,14 +107,22 @@ class Values:
         return None
 
     def of(self, tensor: Tensor) -> Any:
-        """Returns the value of a tensor's elements."""
+        """Returns the value of a tensor's elements; 1 where it is not known, or not one."""
         if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
             return 1
+        value = self._value_of(tensor)
+        return 1 if value is None or isinstance(value, Tensor) else value
+
+    def _value_of(self, tensor: FakeTensor) -> Any:
+        """Returns the value of a tensor's elements, or a tensor of them; None: not known."""
         if tensor.constant is not None:
-            with unset_fake_temporarily():
-                return tensor.constant.item() if tensor.numel() == 1 else 1
-        version, value = self._known.get(tensor.untyped_storage()._cdata, (-1, 1))
-        return value if version == tensor._version else 1
+            return _only_value(tensor.constant)
+        version, value = self._known.get(tensor.untyped_storage()._cdata, (-1, None))
+        if version != tensor._version:
+            return None
+        if isinstance(value, _Several):
+            return value.tensor if value.place == _place_of(tensor) else None
+        return value
 
     def is_known(self, tensor: Tensor) -> bool:
         """Whether the values are known, and not only taken to be 1."""
@@ -104,8 +130,7 @@ class Values:
             return False
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return True
-        version, _ = self._known.get(tensor.untyped_storage()._cdata, (-1, 1))
-        return version == tensor._version
+        return self._value_of(tensor) is not None
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Notes the value of an operator's result."""
@@ -119,17 +144,58 @@ class Values:
             return  # nobody tells when it is freed
         if rule is _same and not self.is_known(args[0]):
             return
-        values = (self.of(a) if isinstance(a, Tensor) else a for a in args)
-        try:
-            value = rule(*values, **kwargs)
-        except TypeError:
-            return  # complex numbers cannot be compared, for example
-        if not isinstance(value, (bool, int, float, complex)):
+        value: Any
+        if func not in _FILLED and any(map(self._has_several_values, args)):
+            value = self._computed(func, args, kwargs, result)
+        else:
+            value = self._of_rule(func, args, kwargs, result)
+        if isinstance(value, Tensor):
+            value = _Several(value, _place_of(result))
+        if not isinstance(value, (bool, int, float, complex, _Several)):
             return
-        if func in _SUMS and self.is_known(args[0]):
-            value *= args[0].numel() // max(result.numel(), 1)
         # An operator that changes its argument has not raised the version yet.
         self._known[storage._cdata] = result._version + (func in _CHANGES), value
+
+    def _of_rule(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
+    ) -> Any:
+        values = (self.of(a) if isinstance(a, Tensor) else a for a in args)
+        try:
+            value = _RULES[func](*values, **kwargs)
+        except TypeError:
+            return None  # complex numbers cannot be compared, for example
+        if func in _SUMS and self.is_known(args[0]):
+            value *= args[0].numel() // max(result.numel(), 1)
+        return value
+
+    def _has_several_values(self, argument: Any) -> bool:
+        if not isinstance(argument, FakeTensor) or argument.layout is not torch.strided:
+            return False
+        return isinstance(self._value_of(argument), Tensor)
+
+    def _computed(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
+    ) -> Any:
+        """Returns the result of an operator on values, which it computes; None where it cannot."""
+        if func in _CHANGES or result.numel() > _MOST_COMPUTED:
+            return None
+        with unset_fake_temporarily(), _paused():
+            values = [self._tensor_of(a) if isinstance(a, Tensor) else a for a in args]
+            if any(v is None for v, a in zip(values, args, strict=True) if isinstance(a, Tensor)):
+                return None
+            try:
+                return _only_value(func(*values, **kwargs))
+            except (RuntimeError, TypeError):
+                return None
+
+    def _tensor_of(self, tensor: Tensor) -> Tensor | None:
+        """Returns a tensor with the values; None where they are not known."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        value = self._value_of(tensor)
+        if value is None or isinstance(value, Tensor):
+            return value
+        return torch.full(tensor.shape, value, dtype=tensor.dtype, device="cpu")
 
 
 def with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
@@ -141,6 +207,23 @@ def with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
         real = func(*args, **kwargs)
     mode = result.fake_mode
     return mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
+
+
+def _only_value(constant: Tensor) -> Any:
+    """Returns the value that all elements have; the tensor where they have several; None of an
+    empty one."""
+    with unset_fake_temporarily(), _paused():
+        if not constant.numel():
+            return None
+        first = constant.flatten()[0]
+        is_only = constant.numel() == 1 or bool((constant == first).all())
+        return first.item() if is_only else constant
+
+
+def _paused() -> AbstractContextManager[None]:
+    """Operators that are no part of the step are not recorded for a plan of remat."""
+    native = _parts.native("remat")
+    return nullcontext() if native is None else native.RematPause()
 
 
 def _is_unknown(tensor: Tensor) -> bool:

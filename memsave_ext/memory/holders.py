@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..shared.tensors import dense_parts, plain_tensors
 
 _FARTHEST = 8  # objects, at most, from a tensor to what has a name
+_OF_NOBODY_ELSE = 3  # references to a frame's locals: the frame's, a variable's, an argument's
 _OWN = __name__.partition(".")[0] + "."
 
 
@@ -173,9 +174,7 @@ def _name_of_variable(level: list[_Step]) -> str | None:
             if (frame := frames.pop()) is None:
                 continue
             frames.append(frame.f_back)
-            # A module's variables are its attributes, too.
-            is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
-            if not is_function or _is_frame_of_ours(frame):
+            if _is_frame_of_ours(frame):
                 continue
             if (name := _name_in(frame, level)) is not None:
                 return f"{name} {_in(frame)}"
@@ -185,6 +184,8 @@ def _name_of_variable(level: list[_Step]) -> str | None:
 
 
 def _name_in(frame: FrameType, level: list[_Step]) -> str | None:
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return None  # a module's variables are its attributes, too
     local = frame.f_locals
     try:
         for step in level:
@@ -193,8 +194,10 @@ def _name_in(frame: FrameType, level: list[_Step]) -> str | None:
                     return f"{name}{step.below()}"
         return None
     finally:
-        if sys.version_info < (3, 13):
-            local.clear()  # a copy, which the frame would keep
+        # A copy, which the frame would keep. It is what locals() returned, and what a debugger
+        # sets variables from, where they have it.
+        if sys.version_info < (3, 13) and sys.getrefcount(local) <= _OF_NOBODY_ELSE:
+            local.clear()
 
 
 def _in(frame: FrameType) -> str:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from .. import _parts
 from ..adam.modes import check_norm
 from ..adam.step_in_backward import InBackward
+from ..dry_run import is_dry_run
 from ..memory.figures import make_tracker, untracked
 from ..memory.hooks import Hooks, Names, with_step_hooks
 from ..remat.offload import Offload
@@ -460,6 +461,8 @@ class _FirstSteps:
         self._before: Any = None  # a hook of the step after the last one of these
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if is_dry_run():
+            return  # a step of a prediction
         self._steps += 1
         model = self._model()
         if self._steps == self._number - 1 and model is not None and self._tell is not None:

@@ -11,6 +11,8 @@ import os
 import textwrap
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -276,7 +278,8 @@ class _Predictions:
         self._waiting = list(order)
         self._running: dict[Techniques, Child[Told]] = {}
         self._remat_budgets: dict[tuple[Techniques, int | None], int] = {}
-        self._at_once, self._heads = 1, True
+        self._at_once, self._most_at_once = 1, _free_cores()  # those that run load them, too
+        self._heads = True
 
     def __enter__(self) -> _Predictions:
         return self
@@ -295,12 +298,14 @@ class _Predictions:
 
     def first(self, techniques: Techniques) -> PredictedStep:
         """Predicts a step of the batch that is asked for first."""
-        if techniques not in self._running and techniques not in self._waiting:
-            self._waiting.insert(0, techniques)
-        for _ in range(min(self._at_once, len(self._waiting))):
+        if techniques not in self._running:
+            if techniques in self._waiting:
+                self._waiting.remove(techniques)
+            self._running[techniques] = self._start(techniques, self._batch)
+        while self._waiting and len(self._running) < self._at_once:
             following = self._waiting.pop(0)
             self._running[following] = self._start(following, self._batch)
-        self._at_once = _idle_cores()
+        self._at_once = self._most_at_once
         known = self.others
         step = self._result(self._running.pop(techniques))
         if techniques.within_budget and self.others > known:  # which it left no room for
@@ -373,9 +378,14 @@ class _Predictions:
         return step
 
 
-def _idle_cores() -> int:
-    """Returns how many of this process's cores nothing runs on, at least one."""
-    return max(len(os.sched_getaffinity(0)) - round(os.getloadavg()[0]), 1)
+def _free_cores() -> int:
+    """Returns how many predictions may run at once, at least one: as many as this process has cores
+    on which nothing else runs, and no more than its container's limit of time lets run."""
+    free = len(os.sched_getaffinity(0)) - round(os.getloadavg()[0])
+    with suppress(OSError, ValueError):  # no such group, or no limit: "max"
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
+        free = min(free, round(int(quota) / int(period)))
+    return max(free, 1)
 
 
 class _Top(NamedTuple):

@@ -2,15 +2,18 @@
 
 import contextlib
 import gc
+import io
 import multiprocessing
 import os
 import pickle
 import random
 import resource
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -158,12 +161,12 @@ def test_one_that_waits_for_what_comes(wait):
 
 @pytest.mark.once
 def test_time_until_a_result_is_read_does_not_count():
-    with Child(lambda: b"x" * (1 << 20), 1.0) as child:  # more than a pipe holds
-        written = select.poll()
-        written.register(child._read, select.POLLIN)
-        assert written.poll(60_000)
-        time.sleep(max(child._begun + 1.2 - time.monotonic(), 0))
-        assert len(child.result()) == 1 << 20
+    child = Child(lambda: b"x" * (1 << 20), 1.0)  # more than a pipe holds
+    written = select.poll()
+    written.register(child._read, select.POLLIN)
+    assert written.poll(60_000)
+    time.sleep(max(child._begun + 1.2 - time.monotonic(), 0))
+    assert len(child.result()) == 1 << 20
 
 
 @pytest.mark.once
@@ -249,6 +252,61 @@ def test_it_is_silent_and_writes_no_files(tmp_path, capfd):
     assert path.read_text() == "there"
 
 
+def _save(folder):
+    torch.save([1], folder / "file")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: open(folder / "file", "w").close(),
+        lambda folder: open(folder / "new", "a").close(),
+        lambda folder: os.open(folder / "file", os.O_RDWR | os.O_TRUNC),
+        _save,
+        lambda folder: os.truncate(folder / "file", 0),
+        lambda folder: os.remove(folder / "file"),
+        lambda folder: shutil.rmtree(folder),
+        lambda folder: os.rename(folder / "file", folder / "new"),
+        lambda folder: os.ftruncate(os.open(folder / "file", os.O_RDWR), 0),
+        lambda folder: os.makedirs(folder / "new"),
+        lambda folder: os.symlink(folder / "file", folder / "new"),
+        lambda folder: tempfile.mkdtemp(dir=folder),
+    ],
+)
+def test_it_changes_no_files(tmp_path, change):
+    (tmp_path / "file").write_text("here")
+    with pytest.raises(OSError, match="Read-only file system: what runs ahead .* writes no files"):
+        in_child(lambda: change(tmp_path), 10)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "here"
+
+
+def test_a_link_to_nothing_stays(tmp_path):
+    (tmp_path / "link").symlink_to("nothing")
+    with pytest.raises(OSError, match="writes no files"):
+        in_child(lambda: os.remove(tmp_path / "link"), 10)
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_what_changes_no_file(tmp_path):
+    def work():
+        open(os.devnull, "w").close()
+        os.makedirs(tmp_path, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(tmp_path / "none")
+        with pytest.raises(FileExistsError):
+            os.mkdir(tmp_path)
+        with tempfile.TemporaryFile(dir=tmp_path) as file:
+            os.truncate(file.fileno(), 0)
+        torch.save([1], io.BytesIO())
+        with child.writing_files():
+            (tmp_path / "file").write_text("own")
+        return True
+
+    assert in_child(work, 10)
+    assert (tmp_path / "file").read_text() == "own"
+
+
 @pytest.mark.once
 def test_workers_are_told_to_be_left_out():
     data = torch.utils.data.DataLoader(
@@ -319,8 +377,7 @@ def test_an_interrupt_ends_the_child():
 def test_several_at_a_time():
     children = [Child(lambda i=i: ("x" * (1 << 20), i), 10) for i in range(4)]
     assert [c.result()[1] for c in reversed(children)] == [3, 2, 1, 0]
-    with Child(lambda: time.sleep(60), 60):
-        pass  # it is stopped
+    Child(lambda: time.sleep(60), 60).stop()
 
 
 @pytest.mark.once

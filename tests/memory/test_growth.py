@@ -185,6 +185,13 @@ def held(address):
     return holders_of([address])[address]
 
 
+def test_local_variables_that_somebody_has_are_not_emptied():
+    value = torch.ones(8)
+    had = locals()
+    held(value.data_ptr())
+    assert had["value"] is value
+
+
 @pytest.mark.once
 def test_holders():
     class Slots:

@@ -727,6 +727,17 @@ def test_what_is_measured():
     assert track.peak == pytest.approx(fitted.predicted, rel=0.02)
 
 
+def test_a_prediction_before_the_first_steps_measures_nothing():
+    loop = Loop()
+    fitted = loop.fit("checkpoint by block")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        later = ms.memory.predict(loop.model, loop.optimizer, loop.x, loss=square)
+    assert later.peak == fitted.predicted and fitted.measured is None
+    loop.run(2)
+    assert (fitted.measured is not None) is NATIVE
+
+
 def test_a_group_that_is_added_stays():
     loop = Loop().run(1)
     fitted = loop.fit("Adam in backward, 8-bit states")

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 import sampling
@@ -120,9 +122,20 @@ def test_remat_keeps_to_less_than_a_budget_of_reserved_bytes():
     assert row.remat_budget < budget
 
 
+@pytest.mark.parametrize(
+    ("load", "limit", "free"),
+    [(0.2, "max 100000", 8), (3.4, "max 100000", 5), (3.4, "200000 100000", 2), (9, "", 1)],
+)
+def test_how_many_predictions_run_at_once(load, limit, free, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0, 0))
+    monkeypatch.setattr(Path, "read_text", lambda *_: limit)
+    assert fits._free_cores() == free
+
+
 def test_a_head_that_does_not_apply_is_tried_once(monkeypatch):
     """And only what has none is left in the table. Idle cores begin with the next ones."""
-    monkeypatch.setattr(fits, "_idle_cores", lambda: 1)
+    monkeypatch.setattr(fits, "_free_cores", lambda: 1)
     tried, heads = Shared(), [techniques for techniques in ALL if techniques.loss_head]
 
     def noted():

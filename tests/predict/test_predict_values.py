@@ -64,6 +64,42 @@ def test_masks_of_unknown_values_are_made():
     assert padded > plain
 
 
+def padded():
+    mask = torch.ones(4, 80, dtype=torch.long)
+    mask[:, 40:] = 0
+    return mask
+
+
+@pytest.mark.parametrize("mask", [padded(), torch.ones(4, 80, dtype=torch.long)], ids=str)
+def test_padding_of_a_batch_that_is_there(mask):
+    assert_near(masked_step(lambda: mask), 1e-3)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        lambda mask: mask.bool().all(),
+        lambda mask: (mask == 1).all(),
+        lambda mask: not (mask == 0).any(),
+        lambda mask: mask.sum() == mask.numel(),
+        lambda mask: mask.min() > 0,
+    ],
+)
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_what_is_left_out_without_padding(test, is_padded):
+    mask = padded() if is_padded else torch.ones(4, 80, dtype=torch.long)
+    model = nn.Linear(4, 4)
+
+    def step():
+        more = torch.empty(0 if test(mask) else 1 << 20)
+        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+        del more
+
+    peak = ms.memory.predict(lambda: (model, None, step)).peak
+    assert (peak >= 1 << 22) is is_padded
+
+
 def test_no_warning_of_padding_that_only_fake_tokens_have():
     heard = []
 
