@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -36,11 +35,6 @@ class Files(Place):
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         must = "states_on must be None, 'cpu' or a folder that exists"
         self.folder = absolute_folder(folder, must)
-        if sys.platform != "linux":
-            raise ValueError(
-                f"states_on={self.folder!r}: states can be kept in a folder on Linux only: leave "
-                "states_on out"
-            )
         name = f"states_on={self.folder!r}"
         self._mapped = MappedFile(self.folder, name, "optimizer states")
         self.file = self._mapped.file
@@ -136,9 +130,6 @@ class Files(Place):
     def keep(self, buffer: Tensor) -> None:
         if not buffer.is_cuda and buffer.nbytes <= _KEPT and not self._spare:
             self._spare.append(buffer)
-
-    def descriptor(self) -> int:
-        return self.file.descriptor()
 
     def has(self, tensor: Tensor) -> bool:
         return self._region_of(tensor) is not None

@@ -489,7 +489,7 @@ def to_fp32(
 
 def fp32_parameter(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
     """Returns a float32 copy of ``param``, including the low part kept beside its 16 bits."""
-    low_part, load = state.get("param_rest"), formats.param_format(of_group(group, "bf16")).load
+    low_part, load = state.get("param_rest"), formats.param_format_of(param, group).load
     if low_part is None or load is None:
         return param.detach().to(torch.float32, copy=True)
     # Bits are those of memory, which a DTensor's operators do not see.

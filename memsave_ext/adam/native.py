@@ -89,6 +89,13 @@ class Native(InBackward):
         for place, sizes in sizes_of_states(groups).items():
             place.reserve(sizes)
 
+    def _without_states(self) -> list[dict[str, Any]]:
+        """Returns the groups with the parameters alone that have no state yet."""
+        return [
+            group | {"params": [param for param in group["params"] if param not in self.state]}
+            for group in self.param_groups
+        ]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict) and "params" in param_group:
             params = param_group["params"]
@@ -110,7 +117,7 @@ class Native(InBackward):
         super().add_param_group(param_group)
         if "_stepper" in self.__dict__:
             try:
-                self._reserve(self.param_groups[-1:])
+                self._reserve(self._without_states())
             except BaseException:
                 del self.param_groups[-1]
                 raise
@@ -120,6 +127,8 @@ class Native(InBackward):
             except BaseException:
                 del self.param_groups[-1]
                 raise
+        if self._grad_scaler is not None:
+            self._count_on_device(self.param_groups[-1:])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient; with ``in_backward``, close the step.

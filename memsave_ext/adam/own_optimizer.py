@@ -36,7 +36,6 @@ def view_class(own: Any) -> type[Optimizer]:
     return type(own.__name__, (own,), {"__slots__": _OWN, "__module__": own.__module__})
 
 
-@functools.cache
 def step_of(own: Any) -> Any:
     """Returns the class's step(), without what calls step hooks and profiles around it."""
     step: Any = own.step

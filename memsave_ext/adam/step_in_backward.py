@@ -15,6 +15,7 @@ from ..shared.dtensor import is_dtensor
 from ..shared.large_memory import LargeMemory
 from ..shared.warn import warn
 from . import clip_guard, modes, owners
+from .norms import grad_scale_of
 from .rules import is_adam, rule_of
 from .shards import largest_of_processes
 from .stepper import Stepper
@@ -116,10 +117,25 @@ class InBackward(torch.optim.Optimizer):
 
     def renew_hooks(self) -> None:
         """Step in backward again after :meth:`remove_hooks`; with ``grads_on`` gradients leave
-        again."""
+        again.
+
+        Raises:
+            ValueError: the optimizer could not have been made with ``in_backward=True``: it has a
+                ``clip_global_norm``, or ``differentiable=True``.
+        """
         if self._gradients is not None:
             self._attach(p for group in self.param_groups for p in group["params"])
         elif not self._in_backward:
+            if self.clip_global_norm is not None:
+                raise ValueError(
+                    "renew_hooks: clip_global_norm needs all gradients, which a step in backward "
+                    "frees as they arrive: set it to None, or use grads_on="
+                )
+            if self.__dict__.get("defaults", {}).get("differentiable"):
+                raise ValueError(
+                    "renew_hooks: differentiable=True steps nothing in backward: make the "
+                    "optimizer without it"
+                )
             self._attach(p for group in self.param_groups for p in group["params"])
             self._in_backward = True
             self._choose_unscaling()
@@ -160,8 +176,8 @@ class InBackward(torch.optim.Optimizer):
         unscaled = self._check_scaler()
         if not self._step_all(unscaled) and self._takes_gradients:
             self._check_not_orphaned()
-        if self.grad_scaler is not None and self.grad_scaler.is_enabled():
-            self._report_to_scaler(self.grad_scaler)
+        if self.grad_scaler is not None and (scale := grad_scale_of(self)) is not None:
+            self._report_to_scaler(self.grad_scaler, scale)
         return loss
 
     def _step_all(self, unscaled: bool) -> int:
@@ -424,9 +440,9 @@ class InBackward(torch.optim.Optimizer):
             )
         return self.grad_scale is None
 
-    def _report_to_scaler(self, scaler: torch.amp.GradScaler) -> None:
+    def _report_to_scaler(self, scaler: torch.amp.GradScaler, scale: Tensor) -> None:
         """Hands ``scaler`` the found_inf tensors by which its ``update()`` adapts the scale."""
-        found_inf = self._stepper.found_inf() or [torch.zeros_like(scaler._get_scale_async())]  # type: ignore[arg-type]
+        found_inf = self._stepper.found_inf() or [torch.zeros_like(scale)]
         params = [param for group in self.param_groups for param in group["params"]]
         if any(map(is_dtensor, params)):  # the processes must adapt the scale alike
             here = torch.stack([tensor.to(found_inf[0].device) for tensor in found_inf]).amax()

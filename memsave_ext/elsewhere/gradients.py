@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..shared.dtensor import as_placed, is_dtensor, local_tensor, put_local
+from ..shared.dtensor import as_placed, is_dtensor, local_of_hook, local_tensor, put_local
 from ..store.folder import absolute_folder
 from ..store.kept import SMALLEST, FileKeeper, HostKeeper, Keeper
 from .gradient import GradientElsewhere, Values, is_dense
@@ -53,12 +53,14 @@ class Gradients:
             ValueError: a parameter is on another device.
         """
         params = [param for param in params if id(param) not in self._handles]
-        local = [local_tensor(param) for param in params if param.requires_grad]
-        real = [tensor for tensor in local if not isinstance(tensor, FakeTensor)]
-        self._keeper.check(real)
-        self._keeper.reserve(real)
+        self._keeper.check(_real(params))
+        # Room that those of before have given back is theirs.
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        self._keeper.reserve(_real(p for p in every if _values_of(p.grad) is None))
         hook = _hook(weakref.ref(self), weakref.ref(optimizer))
         for param in params:
+            if not (param.is_floating_point() or param.is_complex()):
+                continue  # codes of quantized weights, which have no gradients
             required = param.requires_grad
             handle = param.requires_grad_().register_post_accumulate_grad_hook(hook)
             param.requires_grad_(required)
@@ -71,13 +73,20 @@ class Gradients:
     def leave(self, grad: Any) -> Any:
         """Returns a gradient that lies elsewhere, in place of one that does not."""
         if is_dtensor(grad):
-            put_local(grad, self.leave(local_tensor(grad)))
+            put_local(grad, self.leave(local_of_hook(grad)))
             return grad
         if isinstance(grad, GradientElsewhere) or grad.layout != torch.strided:
             return grad
+        grad = grad.resolve_conj().resolve_neg()
         if grad.nbytes < SMALLEST or grad.requires_grad or not is_dense(grad):
             return grad  # of create_graph=True it has a graph
         return Values(self._keeper, grad, self._norms).wrapper()
+
+
+def _real(params: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the local tensors of those that get gradients, in no prediction."""
+    local = (local_tensor(param) for param in params if param.requires_grad)
+    return [tensor for tensor in local if not isinstance(tensor, FakeTensor)]
 
 
 def any_elsewhere(params: Iterable[Tensor]) -> bool:

@@ -24,6 +24,7 @@ from .. import _native
 from ..fakes.mode import is_cuda, predicts
 from ..shared.dtensor import is_dtensor
 from ..shared.large_memory import LargeMemory
+from ..shared.tensors import is_shared
 from ..store.folder import absolute_folder
 from ..store.kept import SMALLEST
 from ..store.managed import ManagedMemory
@@ -81,8 +82,6 @@ def weights_on(
         raise TypeError(f"weights_on: where must be a folder or 'cpu', got {where!r}")
     if where != "cpu":
         where = absolute_folder(where, "weights_on: where must be a folder that exists, or 'cpu'")
-        if sys.platform != "linux":
-            raise ValueError("weights_on: weights can lie in a folder on Linux only")
     weights = Weights(where)
     if builds:
         with weights._taking_what_is_built():
@@ -265,7 +264,8 @@ class _Called:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         for value in tree_leaves(output):
-            if isinstance(value, Tensor) and value.requires_grad:
+            # A parameter that is returned as it is would keep the hook.
+            if isinstance(value, Tensor) and value.grad_fn is not None:
                 value.register_hook(self._call)
                 return
 
@@ -298,17 +298,12 @@ def _why_not(param: Tensor) -> str | None:
         return "is a DTensor: weights of one process only can lie elsewhere"
     if param.layout != torch.strided or not is_dense(param):
         return None if not _may_leave(param) else "is not dense: make it contiguous before"
-    if _may_leave(param) and not isinstance(param, FakeTensor) and _is_shared(param):
+    if _may_leave(param) and not isinstance(param, FakeTensor) and is_shared(param):
         return (
             "shares its memory with another tensor, as param.data or a state_dict() from before: "
             "drop that tensor before"
         )
     return None
-
-
-def _is_shared(param: Tensor) -> bool:
-    storage = param.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > 2  # by more than both of these
 
 
 class _WatchedFile(MappedFile):

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Before torch 2.13 hooks run while FSDP2's CPUOffloadPolicy is still copying the gradient from the
+# device, on the present stream (pytorch#180666).
+_COPIES_GO_ON = torch.__version__ < (2, 13)  # type: ignore[operator]
+
 
 def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
@@ -37,7 +41,15 @@ def local_gradient(param: Any, grad: Any) -> Tensor:
         raise _another_mesh(param, grad)
     if grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
-    return local_tensor(grad)
+    return local_of_hook(grad)
+
+
+def local_of_hook(grad: Any) -> Tensor:
+    """Returns the local part of the gradient that a hook is called with, once it is there."""
+    local = local_tensor(grad)
+    if _COPIES_GO_ON and grad.device_mesh.device_type == "cuda" and not local.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    return local
 
 
 def _another_mesh(param: Any, grad: Any) -> RuntimeError:

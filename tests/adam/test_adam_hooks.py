@@ -29,6 +29,35 @@ def test_remove_hooks_gives_the_parameters_back():
     assert params[0].grad is not None
 
 
+def test_hooks_that_cannot_be_renewed():
+    params, optimizer = make()
+    optimizer.remove_hooks()
+    optimizer.clip_global_norm = 1.0
+    with pytest.raises(ValueError, match="renew_hooks: clip_global_norm needs all gradients"):
+        optimizer.renew_hooks()
+    assert not optimizer.in_backward and params[0]._post_accumulate_grad_hooks is None
+    optimizer.clip_global_norm = None
+    optimizer.renew_hooks()
+    assert optimizer.in_backward
+    optimizer = ms.Adam([nn.Parameter(torch.ones(2))], differentiable=True)
+    with pytest.raises(ValueError, match="renew_hooks: differentiable=True"):
+        optimizer.renew_hooks()
+
+
+def test_whole_numbers_among_the_parameters(tmp_path):
+    """As the codes of quantized weights, which are frozen."""
+    net = nn.Linear(200, 200)
+    net.codes = nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
+    for options in ({"in_backward": True}, {"grads_on": tmp_path}, {"states_on": tmp_path}):
+        optimizer = ms.AdamW(net.parameters(), **options)
+        before = net.weight.clone()
+        net(torch.ones(1, 200)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(net.weight, before)
+        optimizer.zero_grad()
+        ms.remove_hooks(net)
+
+
 def test_two_optimizers_on_one_parameter():
     params, optimizer = make()
     with pytest.raises(ValueError, match=r"shape \[10\] is stepped in backward by another"):

@@ -21,6 +21,10 @@ from modes import (
     train,
 )
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import memsave_ext as ms
 
@@ -148,6 +152,26 @@ def test_grad_scaler_with_norm_pass():
     scaler.update()
     assert scaler.get_scale() == scale / 2
     assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+
+
+@both_ways
+def test_a_step_before_anything_was_scaled(in_backward):
+    """As of torch.distributed.checkpoint, for which the states are made."""
+    _, optimizer, scaler = make_scaled(in_backward=in_backward)
+    optimizer.step()
+    assert scaler.get_scale() == 1024.0 and not scaler._per_optimizer_states
+    net = nn.Linear(4, 4)
+    optimizer = ms.AdamW(net.parameters(), in_backward=in_backward, grad_scaler=scaler)
+    saved = get_optimizer_state_dict(net, optimizer)
+    set_optimizer_state_dict(net, optimizer, saved)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_a_group_that_is_added_after_the_scaler():
+    _, optimizer = make(FP32, in_backward=True)
+    optimizer.grad_scaler = torch.amp.GradScaler("cpu")
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert [group["fused"] for group in optimizer.param_groups] == [True, True]
 
 
 def test_gradients_that_were_unscaled_by_hand():

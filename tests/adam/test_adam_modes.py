@@ -316,3 +316,13 @@ def test_under_a_default_device(mode):
         plain.step()
         plain.zero_grad()
     assert all(map(torch.equal, params, expected))
+
+
+def test_float32_parameters_that_were_bfloat16():
+    net = torch.nn.Linear(8, 8).bfloat16()
+    optimizer = ms.AdamW(net.parameters(), bf16="split")
+    net(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    net.float()
+    for one, param in zip(optimizer.fp32_parameters(), net.parameters(), strict=True):
+        assert torch.equal(one, param)

@@ -271,7 +271,7 @@ def test_room_that_states_leave_is_used_again(tmp_path):
     sizes = []
     for _ in range(4):
         files[1].load_state_dict(copy.deepcopy(memory[1].state_dict()))
-        descriptor = files[1].param_groups[0]["states_on"].descriptor()
+        descriptor = files[1].param_groups[0]["states_on"].file.descriptor()
         sizes.append(os.fstat(descriptor).st_size)
     assert_same(memory, files)
     assert sizes == sizes[:1] * 4
@@ -543,7 +543,7 @@ def test_a_file_that_the_program_closes_is_not_taken_for_another(tmp_path):
     optimizer = ms.AdamW(params, states_on=tmp_path)
     backward(params, 0)
     optimizer.step()
-    number = optimizer.param_groups[0]["states_on"].descriptor()
+    number = optimizer.param_groups[0]["states_on"].file.descriptor()
     os.close(number)
     taken = os.open(other, os.O_RDWR)
     assert taken == number
@@ -638,3 +638,15 @@ def test_tracked_and_predicted(tmp_path):
     if _parts.native("adam"):
         assert peaks[0] - peaks[1] == pytest.approx(2 * 4 * 256 * 512, rel=0.05)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_room_for_a_group_that_is_added_before_a_step(tmp_path):
+    first, second = (nn.Parameter(torch.ones(256, 256)) for _ in range(2))
+    optimizer = ms.AdamW([first], states_on=tmp_path)
+    file = optimizer.param_groups[0]["states_on"].file
+    assert file._size == 2 * first.nbytes
+    optimizer.add_param_group({"params": [second]})
+    assert file._size == 4 * first.nbytes
+    (first.sum() + second.sum()).backward()
+    optimizer.step()
+    assert file._size == 4 * first.nbytes

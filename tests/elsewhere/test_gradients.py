@@ -673,3 +673,32 @@ except RuntimeError as error:
     print(error)
 """
     assert "has been closed by the program" in run_program(program).stdout
+
+
+def test_conjugates_that_are_views(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(200, 200, dtype=torch.complex64)
+    grads = []
+    for on in (tmp_path, None):
+        p = nn.Parameter(torch.ones(200, 200, dtype=torch.complex64))
+        optimizer = ms.AdamW([p], grads_on=on)
+        (p.conj() * x).real.sum().backward()
+        assert isinstance(p.grad, GradientElsewhere) == (on is not None)
+        optimizer.step()
+        grads.append(p.detach())
+    assert torch.equal(*grads)
+
+
+def test_room_that_was_given_back_is_not_promised_twice(tmp_path):
+    first, second = (nn.Parameter(torch.ones(256, 256)) for _ in range(2))
+    optimizer = ms.AdamW([first], grads_on=tmp_path)
+    for _ in range(2):
+        first.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    file = optimizer._gradients._keeper._file
+    size = file._size
+    optimizer.add_param_group({"params": [second]})
+    assert file._size == size + first.nbytes
+    (first.sum() + second.sum()).backward()
+    assert file._size == size + first.nbytes

@@ -737,3 +737,20 @@ def test_resident_bytes(tmp_path):
     # 320 MiB of weights, with their gradients and states 1.25 GiB.
     assert private < 160 * MIB
     assert resident < 288 * MIB
+
+
+def test_a_parameter_that_a_module_returns_has_no_hooks(tmp_path):
+    class Queries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(300, 256))
+
+        def forward(self):
+            return self.queries
+
+    net = Queries()
+    handle = ms.weights_on(net, tmp_path)
+    for _ in range(3):
+        net().sum().backward()
+    assert not net.queries._backward_hooks
+    handle.remove()

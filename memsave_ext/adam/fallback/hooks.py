@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from .. import errors
 
@@ -36,9 +38,12 @@ def install_hook(param: Tensor, collector: TakesGradients) -> None:
 
     setattr(hook, _MARK, collector_ref)
     hook.made_dict = made_dict  # type: ignore[attr-defined]
-    required = param.requires_grad
-    param.requires_grad_().register_post_accumulate_grad_hook(hook)
-    param.requires_grad_(required)
+    # As torch's register_post_accumulate_grad_hook(), which refuses what requires no gradients: it
+    # may require them later. Codes of quantized weights never can.
+    if made_dict:
+        setattr(param, _HOOKS, OrderedDict())
+    hooks = getattr(param, _HOOKS)
+    hooks[RemovableHandle(hooks).id] = hook
 
 
 def owner(param: Tensor) -> Any:
