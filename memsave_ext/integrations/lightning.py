@@ -90,6 +90,7 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         self._larger: LargerBatches | None = None
         self._clip_each = clip_each
         self._clip_val: float | None = None  # the Trainer's, while the optimizer clips
+        self._micro_batches = 1  # of a step that was predicted
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """An earlier run's optimizer lets go of the parameters."""
@@ -103,12 +104,17 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         before = applied_to(pl_module)
-        if before is not None and any(o is before.optimizer for o in trainer.optimizers):
+        # GradientAccumulationScheduler may change it: gradients that add up take memory.
+        adds_up = trainer.accumulate_grad_batches > 1 >= self._micro_batches
+        is_fitted = before is not None and any(o is before.optimizer for o in trainer.optimizers)
+        if is_fitted and not adds_up:
             if self._larger is not None:
                 self._larger.look(batch)
             return
         if before is not None:
-            before.undo()  # lr_find has trained with another optimizer
+            before.undo()  # also where lr_find has trained with another optimizer
+        self._give_clipping_back(trainer)
+        self._micro_batches = trainer.accumulate_grad_batches
         with together("Fit", trainer.strategy.model) as meeting:
             self._fit(trainer, pl_module, batch, batch_idx, meeting)
 
@@ -139,7 +145,7 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
             meeting,
             is_largest=is_largest,
             refused=_CLIPS if clips and not each else "",
-            micro_batches=trainer.accumulate_grad_batches,
+            micro_batches=self._micro_batches,
             forward=loss,
             keeps_gradients=True,  # it zeroes them after training_step()
             method="training_step",
@@ -162,6 +168,9 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self.fitted is not None:
             self.fitted.rest()
+        self._give_clipping_back(trainer)
+
+    def _give_clipping_back(self, trainer: Any) -> None:
         if self._clip_val is not None:
             trainer.gradient_clip_val, self._clip_val = self._clip_val, None
 

@@ -61,6 +61,7 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
             the Trainer's ``max_grad_norm``, in place of the norm of all. Otherwise, where the
             Trainer clips, as it does by default, nothing is stepped in backward, and gradients that
             do not fit lie elsewhere until they are stepped: losses and norms are the Trainer's.
+            While the optimizer clips, the arguments' ``max_grad_norm`` is 0, in checkpoints, too.
         others: as of :func:`memsave_ext.fit`: such as the reference model that a Trainer calls
             itself, of whose steps only the model's own are predicted.
         offload, verbose: as of :func:`memsave_ext.fit`.

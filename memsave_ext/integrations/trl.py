@@ -56,29 +56,24 @@ class PatchedLMHead:
 
     def __init__(self, chunk_size: int | None, debug: bool) -> None:
         self._utils: Any = importlib.import_module(_UTILS)
-        self._theirs = getattr(self._utils, _NAME, None)
-        if isinstance(self._theirs, LMHead):
+        if isinstance(getattr(self._utils, _NAME, None), LMHead):
             raise RuntimeError("patch_lm_head: TRL's head is patched already")
-        if self._theirs is None:
-            version = importlib.import_module("trl").__version__
-            raise RuntimeError(
-                f"patch_lm_head: TRL {version} has no {_UTILS}.{_NAME}, which 1.16 computes its "
-                "log-probabilities with"
-            )
         trainers: list[Any] = []
         if importlib.util.find_spec("peft") is not None:
             trainers = [importlib.import_module(name) for name in _TRAINERS]
-        self._replaced: list[tuple[Any, str, Any]] = []
-        self._replace(self._utils, _NAME, LMHead(chunk_size, debug))
+        of_trainers = [(module, name) for module in trainers for name in (_ADD, _ADAPTED)]
+        names = [(self._utils, _NAME), (self._utils, _ADD), *of_trainers]
+        if missing := [f"{m.__name__}.{name}" for m, name in names if not hasattr(m, name)]:
+            version = importlib.import_module("trl").__version__
+            raise RuntimeError(
+                f"patch_lm_head: TRL {version} has no {', '.join(missing)}, with which 1.16 "
+                "computes its log-probabilities"
+            )
+        self._replaced = [(module, name, getattr(module, name)) for module, name in names]
         add = _with_adapters(getattr(self._utils, _ADD), self._utils)
-        self._replace(self._utils, _ADD, add)
-        for module in trainers:
-            self._replace(module, _ADD, add)
-            self._replace(module, _ADAPTED, _Refused)
-
-    def _replace(self, module: Any, name: str, by: Any) -> None:
-        self._replaced.append((module, name, getattr(module, name)))
-        setattr(module, name, by)
+        by = {_NAME: LMHead(chunk_size, debug), _ADD: add, _ADAPTED: _Refused}
+        for module, name in names:
+            setattr(module, name, by[name])
 
     def remove(self) -> None:
         """Let TRL's trainers use TRL's head again. Those that train adapters on the head cannot go

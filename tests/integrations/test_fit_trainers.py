@@ -678,6 +678,27 @@ def test_lightnings_clipping_and_refusals():
         lightning(lightning_fit(), net)
 
 
+def test_gradients_that_add_up_from_some_epoch_on():
+    schedule = {0: 1, 1: 2}
+    net, plain = Net(), Net()
+    lightning([pytorch.callbacks.GradientAccumulationScheduler(schedule)], plain, max_epochs=2)
+    callback = lightning_fit(technique=IN_BACKWARD)
+    fitted = []
+
+    class Looks(pytorch.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            fitted.append(callback.fitted)
+
+    lightning(
+        [pytorch.callbacks.GradientAccumulationScheduler(schedule), callback, Looks()],
+        net,
+        max_epochs=2,
+    )
+    assert len(set(map(id, fitted))) == 2 and fitted[4] is not fitted[5]
+    assert fitted[5].predicted > fitted[4].predicted
+    assert net.losses == plain.losses
+
+
 @pytest.mark.parametrize("raises", [False, True])
 def test_nothing_steps_after_lightnings_training(raises):
     class Ends(pytorch.Callback):

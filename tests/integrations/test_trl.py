@@ -365,6 +365,12 @@ def test_patched_twice_and_other_versions(trl, monkeypatch):
         m.delattr(trl.trainer.utils, "_ChunkedLogProbFunction")
         with pytest.raises(RuntimeError, match="has no trl.trainer.utils._ChunkedLogProbFunction"):
             ms.integrations.trl.patch_lm_head()
+    theirs = trl.trainer.utils._ChunkedLogProbFunction
+    with monkeypatch.context() as m:
+        m.delattr(trl.trainer.utils, "add_fused_lm_head")
+        with pytest.raises(RuntimeError, match="has no trl.trainer.utils.add_fused_lm_head"):
+            ms.integrations.trl.patch_lm_head()
+    assert trl.trainer.utils._ChunkedLogProbFunction is theirs
 
 
 def test_a_model_that_patch_causal_lm_has_patched(trl):
