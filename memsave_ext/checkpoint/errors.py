@@ -185,6 +185,14 @@ def arguments_changed(
     return _error(_outside_changed(lines), on_error)
 
 
+def offloaded_changed(shape: list[int]) -> CheckpointError:
+    return CheckpointError(
+        "memsave_ext: the checkpointed function changes in place what it was given, a tensor of "
+        f"shape {shape}, which offload='cpu' copies meanwhile. Change a clone of it, or leave "
+        "offload out."
+    )
+
+
 def value_changed(index: int, saved: int, now: int, on_error: OnError) -> CheckpointError:
     """``saved`` and ``now``: versions of a tensor that a recompute has saved at ``index``."""
     return _error(

@@ -1,21 +1,25 @@
 """``offload="cpu"``: a region's CUDA inputs wait for their recompute in pinned host memory.
 
-Copies both ways run on a stream of their own. When a region asks for its inputs, those of the
+Copies both ways run on a stream of their own. What comes after a region waits for those of its
+inputs, as it may write them. When a region asks for its inputs, those of the
 region before it, which backward comes to next, begin to be copied back as well. No other region has
 inputs on the device then, whatever order backward takes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..store.host import pinned_like
+from . import errors
 
 
 @functools.cache
@@ -26,7 +30,8 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 class _OnCpu:
     def __init__(self, tensor: Tensor, inputs: _Inputs) -> None:
         self._back: tuple[Tensor, torch.cuda.Event] | None = None  # and when it has arrived
-        self.device, self.inputs = tensor.device, inputs
+        self.device, self.shape, self.inputs = tensor.device, list(tensor.shape), inputs
+        self.is_changed = False  # by the region, while it was copied
         # That of the region, on which it is recomputed.
         self._stream = torch.cuda.current_stream(self.device)
         self._copies = _copy_stream(self.device)
@@ -35,8 +40,6 @@ class _OnCpu:
             # torch keeps pinned memory that is freed, for the next ones.
             self._copy = pinned_like(tensor)
             self._copy.copy_(tensor, non_blocking=True)
-        # Its memory must not be handed out again before the copy has been made.
-        tensor.record_stream(self._copies)
 
     @property
     def is_on_device(self) -> bool:
@@ -139,10 +142,12 @@ def _regions(device: torch.device) -> _Regions:
     return _Regions()
 
 
-def keep_inputs_on_cpu() -> saved_tensors_hooks:
+@contextlib.contextmanager
+def keep_inputs_on_cpu() -> Iterator[None]:
     """Saved-tensor hooks around a region. They see its inputs only: what the region saves goes to
     the region's own hooks."""
     of_region: dict[torch.device, _Inputs] = {}
+    versions: list[tuple[_OnCpu, Tensor, int]] = []  # no input is freed before it is copied
 
     def to_cpu(tensor: Tensor) -> Tensor | _OnCpu:
         if not tensor.is_cuda:
@@ -152,10 +157,23 @@ def keep_inputs_on_cpu() -> saved_tensors_hooks:
         inputs = of_region[tensor.device]
         kept = _OnCpu(tensor, inputs)
         inputs.add(kept)
+        versions.append((kept, tensor, tensor._version))
         return kept
 
-    return saved_tensors_hooks(to_cpu, _to_device)
+    try:
+        with saved_tensors_hooks(to_cpu, _to_device):
+            yield
+    finally:  # what comes next there may write an input, or be given its memory
+        for device in of_region:
+            torch.cuda.current_stream(device).wait_stream(_copy_stream(device))
+        for kept, tensor, version in versions:
+            kept.is_changed = tensor._version != version
+        versions.clear()  # the graph keeps both hooks
 
 
 def _to_device(kept: Tensor | _OnCpu) -> Tensor:
-    return kept if isinstance(kept, Tensor) else _regions(kept.device).open(kept)
+    if isinstance(kept, Tensor):
+        return kept
+    if kept.is_changed:
+        raise errors.offloaded_changed(kept.shape)
+    return _regions(kept.device).open(kept)

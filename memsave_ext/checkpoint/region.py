@@ -107,8 +107,8 @@ def checkpoint(
             ``torch.utils.checkpoint.set_checkpoint_debug_enabled`` overrides it.
         offload: "cpu" keeps CUDA arguments in pinned host memory until the recompute. They are
             copied on a stream of their own, back when the region after this one is recomputed:
-            those of two regions are on the device then. Tensors on the CPU stay where they are. Do
-            not change an argument in place after the region: its copy may not have been made yet.
+            those of two regions are on the device then. What comes after the region on its stream
+            waits for the copies out. Tensors on the CPU stay where they are.
         chunks: run a function that acts on rows, such as an MLP over tokens, over this many pieces
             of them, in forward and backward one after the other, so that what it makes on the way
             takes one ``chunks``-th of the memory. Gradients leave the region once, complete. More

@@ -220,12 +220,13 @@ MISTAKES = [
         UNORDERED,
     ),
     Mistake(
-        "an offloaded input is freed before its copy out has ended",
+        "an offloaded input is written, or freed, by what comes next while it is copied out",
         "memsave_ext/checkpoint/offload.py",
-        "        tensor.record_stream(self._copies)\n",
-        "        MISTAKE or tensor.record_stream(self._copies)\n",
-        "offloaded",
-        FREED,
+        "            torch.cuda.current_stream(device).wait_stream(_copy_stream(device))\n",
+        "            MISTAKE or torch.cuda.current_stream(device).wait_stream("
+        "_copy_stream(device))\n",
+        "are_written offloaded",
+        f"{UNORDERED}|{FREED}",
     ),
     Mistake(
         "an offloaded input is copied out before it is there",

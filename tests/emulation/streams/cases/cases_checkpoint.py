@@ -162,6 +162,26 @@ def test_offloaded_inputs(seed):
     assert_same(gradients(net, seed, region), gradients(net, seed, plainly))
 
 
+def test_offloaded_inputs_that_are_written(seed):
+    """By what comes next; by the region itself they cannot be."""
+    net = layers(seed)
+
+    def residual(function, x):
+        x += ms.checkpoint(function, x, offload="cpu")
+        return x
+
+    assert_same(gradients(net, seed, residual), gradients(net, seed, lambda f, x: x + f(x)))
+    x = torch.ones(8, device=DEVICE, requires_grad=True)
+
+    def changes(x):
+        torch.cuda.synchronize()  # else it would be written while it is copied
+        return x.mul_(2).sin()
+
+    y = ms.checkpoint(changes, x * 1, offload="cpu")
+    with pytest.raises(ms.CheckpointError, match=r"changes in place what it was given.*\[8\]"):
+        y.sum().backward()
+
+
 class CopiesToTheDevice(TorchDispatchMode):
     """Notes the stream of each, in order."""
 
