@@ -33,7 +33,8 @@ LONGEST = (
     "integrations/test_fit_zoo.py", "remat/test_user_code.py",
 )  # fmt: skip
 EVERY_TIME = (
-    "distributed/test_adam_ddp.py", "docs/test_contributing.py", "dry_run/test_tensors.py",
+    "benchmarks/test_benchmarks_results.py", "distributed/test_adam_ddp.py",
+    "docs/test_contributing.py", "dry_run/test_tensors.py",
     "elsewhere/test_gradients_used.py", "integrations/test_page.py",  # whose pages take turns
     "integrations/test_transformers.py",
     "memory/test_memory.py", "packaging/test_imports.py", "packaging/test_includes.py",
