@@ -61,8 +61,8 @@ def in_backward(
         OSError: no file can be made in ``grads_on``, or there is no room for the gradients.
         TypeError: ``optimizer`` is no optimizer.
         ValueError: it cannot step a parameter by itself: it needs all gradients or a closure, as
-            LBFGS, or counts steps for a whole group; it wraps another; it is stepped in backward
-            already; ``differentiable=True``; another optimizer steps one of the parameters.
+            LBFGS, or counts the steps of all groups together; it wraps another; it is stepped in
+            backward already; ``differentiable=True``; another optimizer steps a parameter of it.
         RuntimeError: in backward: a second gradient for a parameter in one step outside of
             ``accumulate()``; a sparse gradient.
     """

@@ -26,8 +26,8 @@ _pytorch: Any = importlib.import_module(_NAME if _NAME in sys.modules else "ligh
 _CLIPS = (
     "the Trainer clips gradients, by gradient_clip_val or by the module's own "
     "configure_gradient_clipping(), and a step in backward keeps no gradients to clip. Leave both "
-    "out, or, in place of gradient_clip_val alone, use Fit(clip_each=True), with which the "
-    "optimizer clips each parameter's gradient by its norm"
+    "out, or, in place of a gradient_clip_val of norms alone, use Fit(clip_each=True), with which "
+    "the optimizer clips each parameter's gradient by its norm"
 )
 
 

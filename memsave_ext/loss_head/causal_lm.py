@@ -53,7 +53,8 @@ def patch_causal_lm(
     Raises:
         TypeError: the model has no linear head, other adapters on it, such as DoRA's, or computes
             another loss.
-        ValueError: ``z_loss`` is negative or not finite, or ``outputs`` has another name.
+        ValueError: ``z_loss`` is negative or not finite, ``outputs`` has another name, or
+            ``chunk_size`` is no multiple of 256.
         RuntimeError: it is patched already. In the first forward: the model does something else to
             its logits, or scales them by what is trained. In any: the head has been replaced, or
             an adapter that is no plain LoRA has become active.

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..remat.recorder import unrecorded
 from ..shared.dtensor import is_dtensor, local_tensor
 from . import lm_heads
-from .function import loss_of
+from .function import check_chunk_size, loss_of
 from .log_probs import mean_logits, scaled_layer
 from .reference import Found
 from .vocabulary import is_sharded, replicated, replicated_like
@@ -45,6 +45,7 @@ class Options(NamedTuple):
 def checked_options(
     z_loss: float, outputs: Iterable[str], chunk_size: int | None, debug: bool
 ) -> Options:
+    check_chunk_size(chunk_size)
     if not 0 <= z_loss < math.inf:
         raise ValueError(f"z_loss must be a finite number of at least 0, got {z_loss!r}")
     outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)

@@ -89,7 +89,8 @@ class Figures:
 
     @property
     def peak_phase(self) -> str:
-        """What training was doing at the peak: forward, backward, recompute, optimizer or other."""
+        """What training was doing at the peak: forward, backward, recompute, rematerialize,
+        optimizer or other."""
         return self._account().peak_phase
 
     @property

@@ -185,16 +185,16 @@ def as_json(
     - ``live``, ``peak``; ``reserved``, where an allocator was simulated;
       ``at_peak``: bytes by category, which sum to ``peak``; ``peak_phase``,
       ``peak_step``, ``peak_time``: when the peak was.
-    - ``most_elsewhere``: bytes by category, and of activations ``most_moved``.
+    - ``most_elsewhere``: bytes by category; ``most_moved``: those of activations.
     - ``steps``: ``index``, ``seconds`` and ``peak`` of each.
     - ``regions``: ``name``, ``calls``, ``saved_bytes``, ``seconds`` and ``phase`` of each
       checkpointed region and of each module in which ``remat`` recomputed.
     - ``top``: ``bytes``, ``category``, ``phase``, ``name``, ``module``, ``line`` and ``operator``
       of each of the largest tensors at the peak; a string that is not known is empty.
     - ``timeline``: columns of equal length: ``time``, ``phase`` (an index into ``phases``, their
-      names), ``step``, and in ``live`` a column for each category. Besides, ``gaps``: the rows
-      before which steps were left out; ``rows``: how many rows there were before the timeline was
-      thinned out for this document.
+      names), ``step``, ``moved``, and in ``live`` a column for each category. Besides, ``gaps``:
+      the rows before which steps were left out; ``rows``: how many rows there were before the
+      timeline was thinned out for this document.
 
     Args:
         track: what was tracked.

@@ -357,13 +357,13 @@ def check(
         if isinstance(module, _WRAPPERS):
             raise ValueError(
                 f"{who}: the model is wrapped in {type(module).__name__}. Pass the model inside, "
-                "before it is wrapped; an optimizer that then steps in backward needs attach() "
-                "afterwards. memsave_ext.fit() also takes one in DistributedDataParallel"
+                "before it is wrapped"
             )
         if is_compiled(module):
             raise ValueError(
                 f"{who}: the model is compiled, and the compiler decides what is kept for "
-                "backward. Pass the model before it is compiled, and compile its blocks one by one"
+                "backward. Pass the model before it is compiled, and compile its blocks one by one "
+                "where the technique is one without remat, which keeps what compiled blocks save"
             )
     if optimizer is not None:
         arguments = inspect.signature(optimizer.step).parameters

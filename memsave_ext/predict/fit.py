@@ -71,8 +71,8 @@ def fit(
     and neither model, gradients nor random numbers are touched before a technique is applied. What
     is applied is printed: the technique, the predicted peak, the cost and the time; whether an
     evaluation of the batch, or a resume, would need more than the budget; and after the first steps
-    what was measured. Where the peak of the second step is more than 2 % off the predicted one, a
-    warning says so.
+    what was measured. A warning says where the peak of the second step is more than 2 % off the
+    predicted one; with ``remat``, where it is higher.
 
     Args:
         model: the model, on the device that it is trained on. In DistributedDataParallel, or

@@ -191,8 +191,9 @@ def predict(
     everything, as it does there in all steps.
 
     Raises:
-        TypeError, ValueError: an argument, or what ``build`` returned, is not as said above, or the
-            model is wrapped for several processes, and ``devices`` is None.
+        TypeError, ValueError: an argument, or what ``build`` returned, is not as said above;
+            ``devices`` or ``shard`` beside a model that is wrapped for several processes, or a
+            ``build`` that wraps its model without them.
         RuntimeError: an operator's result depends on values, or it has no fake kernel; or no child
             process can be made, or it takes too long. The message names it and says what to do.
         Exception: what the step itself raises on fake tensors.

@@ -262,6 +262,8 @@ def test_wrong_options():
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="z_loss must be a finite number of at least 0"):
             ms.patch_causal_lm(model, z_loss=wrong)
+    with pytest.raises(ValueError, match="chunk_size must be a positive multiple of 256 or None"):
+        ms.patch_causal_lm(model, chunk_size=100)
     assert model(**batch()).logits is not None
 
 
