@@ -174,18 +174,44 @@ class InBackward(torch.optim.Optimizer):
                 RuntimeWarning,
             )
         unscaled = self._check_scaler()
-        if not self._step_all(unscaled) and self._takes_gradients:
+        if unscaled and self._unscale_has_found_infinity():
+            self._step_without_gradients()
+        elif not self._step_all(unscaled) and self._takes_gradients:
             self._check_not_orphaned()
         if self.grad_scaler is not None and (scale := grad_scale_of(self)) is not None:
             self._report_to_scaler(self.grad_scaler, scale)
         return loss
 
+    def _unscale_has_found_infinity(self) -> bool:
+        """Whether ``GradScaler.unscale_()`` has found a gradient that was not finite: clipping may
+        have made it finite since."""
+        found = getattr(self, "found_inf", None)
+        if not isinstance(found, Tensor):
+            return False
+        params = [param for group in self.param_groups for param in group["params"]]
+        if any(map(is_dtensor, params)):
+            found = largest_of_processes(params, found)
+        return bool(found)
+
+    def _step_without_gradients(self) -> None:
+        """Closes a step for which nothing in ``.grad`` is used; it stays there, as with torch's."""
+        grads = [(p, p.grad) for group in self.param_groups for p in group["params"]]
+        for param, _ in grads:
+            param.grad = None
+        try:
+            self._stepper.step(0.0, True)
+        finally:
+            for param, grad in grads:
+                param.grad = grad
+
     def _step_all(self, unscaled: bool) -> int:
         """Steps what has a gradient, where gradients lie elsewhere a part after the other, and
         returns how many parameters have been stepped, backwards included."""
-        if not any_elsewhere(param for group in self.param_groups for param in group["params"]):
-            return int(self._stepper.step(self.clip_global_norm or 0.0, unscaled))
         params = [param for group in self.param_groups for param in group["params"]]
+        # All processes go one way, whether or not their shards are large enough to lie elsewhere.
+        is_sharded = self._gradients is not None and any(map(is_dtensor, params))
+        if not is_sharded and not any_elsewhere(params):
+            return int(self._stepper.step(self.clip_global_norm or 0.0, unscaled))
         if self.clip_global_norm is not None:
             modes.refuse_two_norms(self.param_groups)
             norm: Any = torch.nn.utils.clip_grad_norm_(params, self.clip_global_norm)
@@ -448,8 +474,10 @@ class InBackward(torch.optim.Optimizer):
             here = torch.stack([tensor.to(found_inf[0].device) for tensor in found_inf]).amax()
             found_inf = [largest_of_processes(params, here)]
         # GradScaler has no public function for this; its unscale_() fills the same dict.
-        state = scaler._per_optimizer_states[id(self)]
-        state["found_inf_per_device"] = {tensor.device: tensor for tensor in found_inf}
+        found = scaler._per_optimizer_states[id(self)]["found_inf_per_device"]
+        for tensor in found_inf:
+            before = found.get(tensor.device, tensor)
+            found[tensor.device] = torch.maximum(before, tensor.reshape(before.shape))
 
 
 def _refuse_fold(method: str, fold: bool) -> None:

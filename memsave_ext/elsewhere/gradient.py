@@ -231,6 +231,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs an operator on the values, and writes back those that it changes."""
     schema = func._schema
     returns_view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+    # A collective's schema does not say what it writes, which may come later.
+    stays = returns_view or schema.name.startswith("c10d::")
     read: dict[int, tuple[GradientElsewhere, Tensor]] = {}
 
     def here(value: Any) -> Any:
@@ -238,7 +240,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return value
         values = value.stored
         if id(values) not in read:
-            read[id(values)] = value, values.bring_back() if returns_view else values.get()
+            read[id(values)] = value, values.bring_back() if stays else values.get()
         return read[id(values)][1]
 
     result = func(*tree_map(here, args), **tree_map(here, kwargs))

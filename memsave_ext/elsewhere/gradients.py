@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..shared.dtensor import as_placed, is_dtensor, local_of_hook, local_tensor, put_local
+from ..shared.dtensor import (
+    as_placed,
+    is_dtensor,
+    largest_shard,
+    local_of_hook,
+    local_tensor,
+    put_local,
+)
 from ..store.folder import absolute_folder
 from ..store.kept import SMALLEST, FileKeeper, HostKeeper, Keeper
 from .gradient import GradientElsewhere, Values, is_dense
@@ -181,9 +188,15 @@ def _keeper_of(where: Any) -> tuple[str, Keeper]:
     return folder, FileKeeper(folder, f"grads_on={folder!r}", "gradients")
 
 
+def _largest_bytes(grad: Any) -> int:
+    count: int = largest_shard(grad) if is_dtensor(grad) else grad.numel()
+    return count * int(grad.element_size())
+
+
 def _parts(grads: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
-    """Splits them so that none takes more memory than the largest gradient, or ``_PART``."""
-    sizes = [local_tensor(grad).nbytes for _, grad in grads]
+    """Splits them so that none takes more memory than the largest gradient, or ``_PART``; sharded
+    ones in the same way in all processes."""
+    sizes = [_largest_bytes(grad) for _, grad in grads]
     most = max([_PART, *sizes])
     parts: list[list[tuple[Tensor, Tensor]]] = []
     left = 0

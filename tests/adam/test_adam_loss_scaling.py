@@ -187,6 +187,32 @@ def test_gradients_that_were_unscaled_by_hand():
     assert_close_to(params, exact)
 
 
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit"}, {"clip_global_norm": 0.3}])
+@pytest.mark.parametrize(
+    "clip", [nn.utils.clip_grad_value_, nn.utils.clip_grad_norm_], ids=["value", "norm"]
+)
+def test_an_infinity_that_was_unscaled_by_hand(clip, options):
+    """Clipping makes it finite: what unscale_() has found counts."""
+    params, optimizer, scaler = make_scaled(**options)
+    for spoiled in ((), (1,), ()):
+        before = {name: tensor.clone() for name, tensor in tensors(params, optimizer)}
+        scale = scaler.get_scale()
+        optimizer.zero_grad()
+        value = loss(params, 1) + sum((params[i] * math.inf).sum() for i in spoiled)
+        scaler.scale(value).backward()
+        scaler.unscale_(optimizer)
+        clip(params, 0.3)
+        scaler.step(optimizer)
+        scaler.update()
+        after = dict(tensors(params, optimizer))
+        assert (scaler.get_scale() == scale / 2) is bool(spoiled)
+        assert all(p.grad is not None for p in params)
+        same = before.keys() == after.keys() and all(
+            torch.equal(before[name], after[name]) for name in before
+        )
+        assert same is bool(spoiled)
+
+
 @both_ways
 def test_another_default_dtype(in_backward):
     slopes = torch.randn(3, 8)
