@@ -92,7 +92,7 @@ class InBackward(torch.optim.Optimizer):
                 f"attach() is only for optimizers with in_backward=True{clips}: leave attach() "
                 "out, as step() finds the gradients that ddp has reduced"
             )
-        ours = {id(p) for g in self.param_groups for p in g["params"]}
+        ours = set(map(id, _params_of(self)))
         params: list[Tensor] = [p for p in ddp.parameters() if id(p) in ours]
         if not params:
             raise ValueError("attach: ddp has no parameter that is in this optimizer")
@@ -124,7 +124,7 @@ class InBackward(torch.optim.Optimizer):
                 ``clip_global_norm``, or ``differentiable=True``.
         """
         if self._gradients is not None:
-            self._attach(p for group in self.param_groups for p in group["params"])
+            self._attach(_params_of(self))
         elif not self._in_backward:
             if self.clip_global_norm is not None:
                 raise ValueError(
@@ -136,7 +136,7 @@ class InBackward(torch.optim.Optimizer):
                     "renew_hooks: differentiable=True steps nothing in backward: make the "
                     "optimizer without it"
                 )
-            self._attach(p for group in self.param_groups for p in group["params"])
+            self._attach(_params_of(self))
             self._in_backward = True
             self._choose_unscaling()
 
@@ -188,14 +188,14 @@ class InBackward(torch.optim.Optimizer):
         found = getattr(self, "found_inf", None)
         if not isinstance(found, Tensor):
             return False
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = list(_params_of(self))
         if any(map(is_dtensor, params)):
             found = largest_of_processes(params, found)
         return bool(found)
 
     def _step_without_gradients(self) -> None:
         """Closes a step for which nothing in ``.grad`` is used; it stays there, as with torch's."""
-        grads = [(p, p.grad) for group in self.param_groups for p in group["params"]]
+        grads = [(param, param.grad) for param in _params_of(self)]
         for param, _ in grads:
             param.grad = None
         try:
@@ -207,11 +207,11 @@ class InBackward(torch.optim.Optimizer):
     def _step_all(self, unscaled: bool) -> int:
         """Steps what has a gradient, where gradients lie elsewhere a part after the other, and
         returns how many parameters have been stepped, backwards included."""
-        params = [param for group in self.param_groups for param in group["params"]]
         # All processes go one way, whether or not their shards are large enough to lie elsewhere.
-        is_sharded = self._gradients is not None and any(map(is_dtensor, params))
-        if not is_sharded and not any_elsewhere(params):
+        is_sharded = self._gradients is not None and any(map(is_dtensor, _params_of(self)))
+        if not is_sharded and not any_elsewhere(_params_of(self)):
             return int(self._stepper.step(self.clip_global_norm or 0.0, unscaled))
+        params = list(_params_of(self))
         if self.clip_global_norm is not None:
             modes.refuse_two_norms(self.param_groups)
             norm: Any = torch.nn.utils.clip_grad_norm_(params, self.clip_global_norm)
@@ -237,7 +237,7 @@ class InBackward(torch.optim.Optimizer):
 
         Called where no parameter has received a gradient.
         """
-        params = [p for g in self.param_groups for p in g["params"]]
+        params = list(_params_of(self))
         (in_a_list,) = _reference_counts([torch.empty(0, device="cpu")])
         for param, count in zip(params, _reference_counts(params), strict=True):
             # The group's list refers to it once more, and so does the state.
@@ -289,7 +289,7 @@ class InBackward(torch.optim.Optimizer):
             RuntimeError: ``keep`` after :meth:`norm_pass`; :meth:`step` is called in the block.
         """
         modes.check_bool("keep", keep)
-        params = [p for g in self.param_groups for p in g["params"]]
+        params = list(_params_of(self))
         self._stepper.pause(True, keep)
         self._pauses += 1
         before: list[Tensor | None] = []
@@ -469,7 +469,7 @@ class InBackward(torch.optim.Optimizer):
     def _report_to_scaler(self, scaler: torch.amp.GradScaler, scale: Tensor) -> None:
         """Hands ``scaler`` the found_inf tensors by which its ``update()`` adapts the scale."""
         found_inf = self._stepper.found_inf() or [torch.zeros_like(scale)]
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = list(_params_of(self))
         if any(map(is_dtensor, params)):  # the processes must adapt the scale alike
             here = torch.stack([tensor.to(found_inf[0].device) for tensor in found_inf]).amax()
             found_inf = [largest_of_processes(params, here)]
@@ -478,6 +478,10 @@ class InBackward(torch.optim.Optimizer):
         for tensor in found_inf:
             before = found.get(tensor.device, tensor)
             found[tensor.device] = torch.maximum(before, tensor.reshape(before.shape))
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def _refuse_fold(method: str, fold: bool) -> None:
