@@ -93,7 +93,8 @@ bool is_looked_at(PyObject* object, PyObject* globals) {
   if (PyModule_Check(object) || PyType_Check(object) || PyCFunction_Check(object)) return false;
   if (PyFunction_Check(object)) return PyFunction_GET_GLOBALS(object) == globals;
   return THPVariable_Check(object) || is_module(object) || PyTuple_Check(object) ||
-         PyList_Check(object) || PyDict_Check(object) || is_record(object);
+         PyList_Check(object) || PyDict_Check(object) || PyMethod_Check(object) ||
+         Py_TYPE(object) == Types::get().partial || is_record(object);
 }
 
 // torch's read nothing but arguments and what their modules have.
@@ -191,9 +192,10 @@ void for_each_tensor(PyObject* output, const std::function<void(PyObject*)>& use
   }
 }
 
-void TensorWalk::visit(PyObject* object, PyObject* key, Py_ssize_t index) {
+void TensorWalk::visit(PyObject* object, PyObject* key, Py_ssize_t index,
+                       std::optional<size_t> place) {
   if (object == nullptr || path_.size() > rules().deepest) return;
-  path_.push_back({key, index, place_inside(key, index)});
+  path_.push_back({key, index, place ? *place : place_inside(key, index)});
   if (THPVariable_Check(object)) {
     visitor_(object);
   } else {
@@ -214,7 +216,7 @@ size_t TensorWalk::place_inside(PyObject* key, Py_ssize_t index) {
 void TensorWalk::visit_inside(PyObject* object) {
   if (is_plain(object)) return;
   // Once each: objects that lead to each other would be visited along every path.
-  if (!visited_.insert(object).second) return;
+  if (!visited_.emplace(object, path_.back().place).second) return;
   const Types& types = Types::get();
   if (PyTuple_Check(object) || PyList_Check(object)) return visit_sequence(object);
   if (PyDict_Check(object)) return visit_dict(object);
@@ -245,7 +247,10 @@ void TensorWalk::visit_sequence(PyObject* object) {
 }
 
 void TensorWalk::visit_dict(PyObject* dict) {
-  if (PyDict_GET_SIZE(dict) > rules().largest) return;
+  if (PyDict_GET_SIZE(dict) <= rules().largest) visit_values(dict);
+}
+
+void TensorWalk::visit_values(PyObject* dict) {
   PyObject *key, *value;
   Py_ssize_t position = 0;
   while (PyDict_Next(dict, &position, &key, &value)) visit(value, key);
@@ -256,12 +261,12 @@ void TensorWalk::visit_module(PyObject* module) {
   if (!dict) return;
   for (PyObject* name : {Types::get().parameters, Types::get().modules}) {
     PyObject* members = PyDict_GetItemWithError(dict.ptr(), name);
-    if (members != nullptr && PyDict_Check(members)) visit_dict(members);
+    if (members != nullptr && PyDict_Check(members)) visit_values(members);
   }
   PyObject* buffers = PyDict_GetItemWithError(dict.ptr(), Types::get().buffers);
   if (buffers != nullptr && PyDict_Check(buffers) && reads_its_buffers(module, dict.ptr())) {
     is_buffer_ = true;
-    visit_dict(buffers);
+    visit_values(buffers);
     is_buffer_ = false;
   }
   PyObject *name, *value;
@@ -287,17 +292,40 @@ void TensorWalk::visit_function(PyObject* function) {
         PyObject_GetAttrString(reinterpret_cast<PyObject*>(code), "co_freevars"));
     if (!names) throw py::error_already_set();
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(cells); ++i) {
-      visit(PyCell_GET(PyTuple_GET_ITEM(cells, i)), PyTuple_GET_ITEM(names.ptr(), i));
+      visit_named(PyCell_GET(PyTuple_GET_ITEM(cells, i)), PyTuple_GET_ITEM(names.ptr(), i));
     }
   }
   visit(PyFunction_GET_DEFAULTS(function));
   visit(PyFunction_GET_KW_DEFAULTS(function));
-  PyObject* globals = PyFunction_GET_GLOBALS(function);
+  visit_globals(code, PyFunction_GET_GLOBALS(function));
+}
+
+// Also those that are named in what the function defines: comprehensions, lambdas.
+void TensorWalk::visit_globals(PyCodeObject* code, PyObject* globals) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(code->co_names); ++i) {
     PyObject* name = PyTuple_GET_ITEM(code->co_names, i);
     PyObject* value = PyDict_GetItemWithError(globals, name);
-    if (value != nullptr && !is_plain(value) && is_looked_at(value, globals)) visit(value, name);
+    if (value != nullptr && !is_plain(value) && is_looked_at(value, globals))
+      visit_named(value, name);
   }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(code->co_consts); ++i) {
+    PyObject* constant = PyTuple_GET_ITEM(code->co_consts, i);
+    if (PyCode_Check(constant)) visit_globals(reinterpret_cast<PyCodeObject*>(constant), globals);
+  }
+}
+
+void TensorWalk::visit_named(PyObject* object, PyObject* name) {
+  if (object == nullptr || is_plain(object)) return;
+  const size_t place = place_inside(name, -1);
+  const auto seen = visited_.find(object);
+  const auto before = names_(object, place, seen == visited_.end() ? place : seen->second);
+  if (!before) return visit(object, name);
+  std::unordered_map<PyObject*, size_t> visited;
+  visited.swap(visited_);
+  ++of_another_;
+  visit(object, name, -1, before);
+  --of_another_;
+  visited.swap(visited_);
 }
 
 std::string TensorWalk::name() const {
@@ -342,11 +370,21 @@ const OutsideTensors::Noted* OutsideTensors::find(const at::Tensor& tensor,
   return found == noted_.end() ? nullptr : &*found;
 }
 
+TensorWalk::NameVisitor OutsideTensors::note_names() {
+  names_.clear();
+  return [this](PyObject* object, size_t place, size_t first) -> std::optional<size_t> {
+    names_.push_back({place, object, first});
+    return std::nullopt;
+  };
+}
+
 void OutsideTensors::note(const std::vector<PyObject*>& roots) {
-  TensorWalk tensors([&](PyObject* tensor) {
-    noted_.push_back(Noted::of(THPVariable_Unpack(tensor), tensors.place()));
-    devices_.add(THPVariable_Unpack(tensor));
-  });
+  TensorWalk tensors(
+      [&](PyObject* tensor) {
+        noted_.push_back(Noted::of(THPVariable_Unpack(tensor), tensors.place()));
+        devices_.add(THPVariable_Unpack(tensor));
+      },
+      note_names());
   walk(roots, tensors);
 }
 
@@ -354,17 +392,19 @@ void OutsideTensors::leave_out_changes_of_forward(const std::vector<PyObject*>& 
   Cursor before(noted_);
   size_t same_until = 0;  // most forwards change nothing
   std::vector<Noted> now;
-  TensorWalk tensors([&](PyObject* object) {
-    const at::Tensor& tensor = THPVariable_Unpack(object);
-    const Noted* const there = before.at(tensors.place());
-    const Noted* const same = find(tensor, there);
-    const bool is_same = same != nullptr && same == there && same->is_as_it_was(tensor);
-    if (is_same && now.empty() && same == &noted_[same_until]) return void(++same_until);
-    if (now.empty()) now.assign(noted_.begin(), noted_.begin() + same_until);
-    now.push_back(Noted::of(tensor, tensors.place()));
-    now.back().changed_by_forward =
-        same == nullptr ? there != nullptr : !same->is_as_it_was(tensor);
-  });
+  TensorWalk tensors(
+      [&](PyObject* object) {
+        const at::Tensor& tensor = THPVariable_Unpack(object);
+        const Noted* const there = before.at(tensors.place());
+        const Noted* const same = find(tensor, there);
+        const bool is_same = same != nullptr && same == there && same->is_as_it_was(tensor);
+        if (is_same && now.empty() && same == &noted_[same_until]) return void(++same_until);
+        if (now.empty()) now.assign(noted_.begin(), noted_.begin() + same_until);
+        now.push_back(Noted::of(tensor, tensors.place()));
+        now.back().changed_by_forward =
+            same == nullptr ? there != nullptr : !same->is_as_it_was(tensor);
+      },
+      note_names());
   walk(roots, tensors);
   if (now.empty()) {
     noted_.erase(noted_.begin() + same_until, noted_.end());
@@ -376,7 +416,17 @@ void OutsideTensors::leave_out_changes_of_forward(const std::vector<PyObject*>& 
 std::vector<ChangedTensor> OutsideTensors::find_changed(const std::vector<PyObject*>& roots) const {
   std::vector<ChangedTensor> changed;
   Cursor before(noted_);
-  TensorWalk tensors([&](PyObject* object) {
+  // A variable and a global of one name have the same place.
+  const auto was_another = [&](PyObject* object, size_t place, size_t) {
+    std::optional<size_t> first;
+    for (const Name& name : names_) {
+      if (name.place != place) continue;
+      if (name.object == object) return std::optional<size_t>();
+      if (!first) first = name.first;
+    }
+    return first;
+  };
+  const auto compare = [&](PyObject* object, const TensorWalk& tensors) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
     const Noted* const there = before.at(tensors.place());
     const auto add = [&](std::optional<uint32_t> version, bool by_forward) {
@@ -386,15 +436,17 @@ std::vector<ChangedTensor> OutsideTensors::find_changed(const std::vector<PyObje
       if (tensors.is_buffer()) add(there->version, true);
       return;
     }
+    const bool is_there = there != nullptr && there->is(tensor);
     const Noted* const same = find(tensor, there);
-    if (same != nullptr) {
+    if (same != nullptr && (is_there || !tensors.is_of_another())) {
       if (!same->changed_by_forward && !same->is_as_it_was(tensor)) add(same->version, false);
       return;
     }
     if (there == nullptr || is_wrapper(tensor)) return;
     const auto* storage = there->storage._unsafe_get_target();
     if (storage != nullptr && storage != storage_of(tensor)) add(std::nullopt, false);
-  });
+  };
+  TensorWalk tensors([&](PyObject* object) { compare(object, tensors); }, was_another);
   walk(roots, tensors);
   return changed;
 }

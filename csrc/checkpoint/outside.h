@@ -11,7 +11,7 @@
 #include <functional>
 #include <optional>
 #include <string>
-#include <unordered_set>
+#include <unordered_map>
 #include <vector>
 
 #include "checkpoint/rng.h"
@@ -35,16 +35,25 @@ class TensorWalk {
  public:
   // Called with each tensor; name() then tells where it was found.
   using Visitor = std::function<void(PyObject* tensor)>;
+  // Called with what a name of a function stands for, the name's place, and where the object was
+  // visited first. Where the name was another object before, returns where that one was visited
+  // first: what the new one holds is visited as if it were there, whether or not it was already.
+  using NameVisitor =
+      std::function<std::optional<size_t>(PyObject* object, size_t place, size_t first)>;
 
-  explicit TensorWalk(Visitor visitor) : visitor_(std::move(visitor)) {}
+  TensorWalk(Visitor visitor, NameVisitor names)
+      : visitor_(std::move(visitor)), names_(std::move(names)) {}
 
-  void visit(PyObject* object, PyObject* key = nullptr, Py_ssize_t index = -1);
+  void visit(PyObject* object, PyObject* key = nullptr, Py_ssize_t index = -1,
+             std::optional<size_t> place = std::nullopt);
   // Where the tensor that is being visited was found: "linear.weight" or "mask[0]".
   std::string name() const;
   // A hash of the way to it: where a later walk finds a tensor by the same way, it is the same.
   size_t place() const { return path_.back().place; }
   // Whether it is a module's buffer.
   bool is_buffer() const { return is_buffer_; }
+  // Whether a name that leads to it was another object before.
+  bool is_of_another() const { return of_another_ > 0; }
 
  private:
   // How a value was reached: by a name, or by a position.
@@ -59,13 +68,18 @@ class TensorWalk {
   void visit_dict(PyObject* dict);
   void visit_module(PyObject* module);
   void visit_function(PyObject* function);
+  void visit_globals(PyCodeObject* code, PyObject* globals);
+  void visit_values(PyObject* dict);
+  void visit_named(PyObject* object, PyObject* name);
 
   Visitor visitor_;
+  NameVisitor names_;
   size_t place_inside(PyObject* key, Py_ssize_t index);
 
   bool is_buffer_ = false;
+  int of_another_ = 0;
   size_t roots_ = 0;
-  std::unordered_set<PyObject*> visited_;
+  std::unordered_map<PyObject*, size_t> visited_;  // with their places
   std::vector<Step> path_;
 };
 
@@ -115,10 +129,20 @@ class OutsideTensors {
     size_t next_ = 0;
   };
 
+  // What a name of a function stood for, and where that was visited first.
+  struct Name {
+    size_t place;
+    PyObject* object;  // only compared, may be gone
+    size_t first;
+  };
+
+  // Notes the names of a walk, in place of those of an earlier one.
+  TensorWalk::NameVisitor note_names();
   // What was noted of a tensor, at the place where it is or at another one.
   const Noted* find(const at::Tensor& tensor, const Noted* there) const;
 
   std::vector<Noted> noted_;
+  std::vector<Name> names_;
   CudaDevices devices_;
 };
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..shared.modules import calling_module
 from ..shared.warn import warn
-from .region import check_options, checkpoint
+from .region import check_options, checkpoint, refuse_unknown, run
 
 _REPLICATE = "_replicate_for_data_parallel"
 
@@ -193,7 +193,20 @@ def checkpoint_sequential(
         ValueError: ``segments`` is less than 1 or larger than the number of functions.
         TypeError: ``segments`` is not an int.
     """
-    steps = list(functions.children() if isinstance(functions, nn.Sequential) else functions)
+    return run_in_segments(functions, segments, inputs, kwargs, spreads=True)
+
+
+def run_in_segments(
+    functions: nn.Sequential | Iterable[Callable[..., Any]],
+    segments: int,
+    inputs: tuple[Any, ...],
+    options: dict[str, Any],
+    *,
+    spreads: bool,
+) -> Any:
+    """Does what :func:`checkpoint_sequential` does; ``spreads``: a tuple is several arguments of
+    the next function, and else one."""
+    steps = list(functions)  # not children(), which has a module once that occurs twice
     if not isinstance(segments, int) or isinstance(segments, bool):
         raise TypeError(
             f"checkpoint_sequential: segments must be an int, got {type(segments).__name__}"
@@ -205,17 +218,21 @@ def checkpoint_sequential(
         )
 
     if len(inputs) == 2 and (inputs[1] is None or isinstance(inputs[1], bool)):
-        if "use_reentrant" in kwargs:
+        if "use_reentrant" in options:
             raise TypeError("checkpoint_sequential: use_reentrant is given twice")
-        kwargs["use_reentrant"] = inputs[1]
+        options = {**options, "use_reentrant": inputs[1]}
         inputs = (inputs[0],)
-    check_options(**kwargs)
+    refuse_unknown("checkpoint_sequential", options)
+    check_options(**options)
 
-    def run(start: int, end: int) -> Callable[..., Any]:
+    def arguments(value: Any) -> tuple[Any, ...]:
+        return value if spreads and isinstance(value, tuple) else (value,)
+
+    def made_of(start: int, end: int) -> Callable[..., Any]:
         def segment(*values: Any) -> Any:
             result: Any = values if len(values) != 1 else values[0]
             for step in steps[start:end]:
-                result = step(*result) if isinstance(result, tuple) else step(result)
+                result = step(*arguments(result))
             return result
 
         return segment
@@ -223,10 +240,8 @@ def checkpoint_sequential(
     bounds = [len(steps) * i // segments for i in range(segments + 1)]
     result: Any = inputs if len(inputs) != 1 else inputs[0]
     for start, end in itertools.pairwise(bounds[:-1]):
-        values = result if isinstance(result, tuple) else (result,)
-        result = checkpoint(run(start, end), *values, **kwargs)
-    values = result if isinstance(result, tuple) else (result,)
-    return run(bounds[-2], bounds[-1])(*values)
+        result = checkpoint(made_of(start, end), *arguments(result), **options)
+    return made_of(bounds[-2], bounds[-1])(*arguments(result))
 
 
 class _CheckpointedForward(ForwardInPlace):
@@ -234,7 +249,7 @@ class _CheckpointedForward(ForwardInPlace):
         if torch.is_grad_enabled():
             args, kwargs = without_caches(module, args, kwargs)
         # Not bound to the module: torch.compile of torch 2.11 cannot trace that.
-        return checkpoint(type(module).forward, module, *args, **self.options, **kwargs)
+        return run(type(module).forward, (module, *args), kwargs, **self.options)
 
 
 class CheckpointHandle:
@@ -269,10 +284,11 @@ def checkpoint_modules(model: nn.Module, select: Select, **options: Any) -> Chec
 
     Raises:
         ValueError: nothing is selected, or a selected module has a forward of its own already (it
-            may be checkpointed). Nothing is changed then.
+            may be checkpointed), or is scripted. Nothing is changed then.
         TypeError: ``model`` is no module, or ``select`` is none of the above.
         ValueError, TypeError: an option that :func:`checkpoint` refuses.
     """
+    refuse_unknown("checkpoint_modules", options)
     check_options(**options)
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -293,6 +309,11 @@ def checkpoint_modules(model: nn.Module, select: Select, **options: Any) -> Chec
     if not chosen:
         raise ValueError(f"checkpoint_modules: select={select!r} matches no module of the model")
     for module in chosen:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                "checkpoint_modules: a scripted module is selected, whose forward is not Python's: "
+                "call it by checkpoint(module, ...)"
+            )
         if "forward" in module.__dict__:
             raise ValueError(
                 f"checkpoint_modules: the forward of {type(module).__name__} has been replaced "

@@ -11,26 +11,48 @@ from typing import Any
 
 import torch.utils.checkpoint as _torch
 
-from .models import checkpoint_sequential
-from .region import checkpoint
+from .models import run_in_segments
+from .region import run
+
+# With torch's parameters: others are the function's, whatever options ours has besides.
 
 
-def _stand_in(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """An object of its own: undoing the patch must not touch who imported ``ours`` himself."""
-
-    @functools.wraps(theirs)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return ours(*args, **kwargs)
-
-    return call
-
-
-_REPLACEMENTS = {
-    theirs: _stand_in(ours, theirs)
-    for theirs, ours in (
-        (_torch.checkpoint, checkpoint),
-        (_torch.checkpoint_sequential, checkpoint_sequential),
+@functools.wraps(_torch.checkpoint)
+def _checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: Any = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    return run(
+        function,
+        args,
+        kwargs,
+        use_reentrant=use_reentrant,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        early_stop=early_stop,
+        debug=debug,
     )
+
+
+@functools.wraps(_torch.checkpoint_sequential)
+def _sequential(
+    functions: Any, segments: int, input: Any, use_reentrant: bool | None = None, **options: Any
+) -> Any:
+    given = {**options, "use_reentrant": use_reentrant}
+    return run_in_segments(functions, segments, (input,), given, spreads=False)
+
+
+_REPLACEMENTS: dict[Any, Any] = {
+    _torch.checkpoint: _checkpoint,
+    _torch.checkpoint_sequential: _sequential,
 }
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -140,6 +140,41 @@ def checkpoint(
     there; under ``torch.export`` and ``torch.jit.trace`` it calls ``function``. Source: Chen et
     al. 2016, arXiv 1604.06174.
     """
+    return run(
+        function,
+        args,
+        kwargs,
+        use_reentrant=use_reentrant,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        early_stop=early_stop,
+        debug=debug,
+        offload=offload,
+        chunks=chunks,
+        chunk_dim=chunk_dim,
+        chunk_args=chunk_args,
+    )
+
+
+def run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    use_reentrant: bool | None = False,
+    preserve_rng_state: bool = True,
+    context_fn: ContextFn | None = None,
+    determinism_check: str = "default",
+    early_stop: bool = True,
+    debug: bool = False,
+    offload: str | None = None,
+    chunks: int | None = None,
+    chunk_dim: int = 0,
+    chunk_args: Sequence[Argument] | None = None,
+) -> Any:
+    """Does what :func:`checkpoint` does, with keywords of ``function`` that may be named as options
+    are."""
     check_options(
         determinism_check,
         early_stop,
@@ -153,16 +188,20 @@ def checkpoint(
         context_fn,
     )
     if chunks is not None:
-        region = functools.partial(
-            checkpoint,
-            function,
-            preserve_rng_state=preserve_rng_state,
-            context_fn=context_fn,
-            determinism_check=determinism_check,
-            early_stop=early_stop,
-            debug=debug,
-            offload=offload,
-        )
+
+        def region(*piece: Any, **named: Any) -> Any:
+            return run(
+                function,
+                piece,
+                named,
+                preserve_rng_state=preserve_rng_state,
+                context_fn=context_fn,
+                determinism_check=determinism_check,
+                early_stop=early_stop,
+                debug=debug,
+                offload=offload,
+            )
+
         return run_in_pieces(region, args, kwargs, Chunking(chunks, chunk_dim, chunk_args))
     if torch.compiler.is_compiling():
         return _run_torchs(function, args, kwargs, preserve_rng_state, context_fn)
@@ -242,7 +281,6 @@ def check_options(
     chunk_args: object = None,
     use_reentrant: object = False,
     context_fn: object = None,
-    **_: object,
 ) -> None:
     """Raises where one of these options of :func:`checkpoint` is not one of its values."""
     if determinism_check not in ("default", "none"):
@@ -264,6 +302,18 @@ def check_options(
         raise TypeError(f"checkpoint: use_reentrant must be a bool or None, got {use_reentrant!r}")
     if context_fn is not None and not callable(context_fn):
         raise TypeError(f"checkpoint: context_fn must be a function or None, got {context_fn!r}")
+
+
+OPTIONS = frozenset(inspect.signature(check_options).parameters)
+
+
+def refuse_unknown(who: str, options: Iterable[str]) -> None:
+    """Raises TypeError where one of these is no option of :func:`checkpoint`."""
+    if unknown := [name for name in options if name not in OPTIONS]:
+        raise TypeError(
+            f"{who}: {', '.join(unknown)} is no option of checkpoint, which are "
+            f"{', '.join(sorted(OPTIONS))}"
+        )
 
 
 def _in_contexts(

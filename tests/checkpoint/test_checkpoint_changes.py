@@ -634,3 +634,102 @@ def test_a_saved_tensor_that_the_function_changes(early_stop):
         torch.autograd.grad(out.sum(), w)
     out = ms.checkpoint(function, x, early_stop=early_stop, determinism_check="none")
     torch.autograd.grad(out.sum(), w)
+
+
+class Loops(nn.Module):
+    """Its lambdas read the loop's variable when they are called: in backward the last block."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.scale = 1.0
+
+    def late(self, x):
+        for block in self.blocks:
+            x = ms.checkpoint(lambda x: block(x).tanh() * self.scale, x)  # noqa: B023
+        return x
+
+    def late_behind_self(self, x):  # the names of a closure are in order
+        for unit in self.blocks:
+            x = ms.checkpoint(lambda x: unit(x).tanh() * self.scale, x)  # noqa: B023
+        return x
+
+    def bound(self, x):
+        for block in self.blocks:
+            x = ms.checkpoint(lambda x, block=block: block(x).tanh() * self.scale, x)
+        return x
+
+
+@pytest.mark.parametrize("way", ["late", "late_behind_self"])
+def test_a_loop_variable_that_is_reached_by_another_name_too(way):
+    net, x = Loops(), torch.randn(5, 4)
+    with pytest.raises(ms.CheckpointError, match=r"weight \(shape \[4, 4\].*replaced"):
+        getattr(net, way)(x).sum().backward()
+    net.zero_grad()  # the last block's was right
+    net.bound(x).sum().backward()
+    found = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    for block in net.blocks:
+        x = block(x).tanh()
+    x.sum().backward()
+    assert_equal(found, [p.grad for p in net.parameters()])
+
+
+def test_names_that_are_set_to_what_holds_the_same():
+    """A list, a bound method and a function that are made anew, of the same tensors."""
+    net, x = nn.Linear(4, 4), torch.randn(2, 4)
+    held, call = [net.weight], net.forward
+    helper = lambda x: x @ held[0]  # noqa: E731
+    y = ms.checkpoint(lambda x: helper(call(x)) + held[0].sum(), x)
+    held, call = [net.weight], net.forward
+    helper = lambda x: x @ held[0]  # noqa: E731
+    y.sum().backward()
+    assert net.weight.grad.any()
+
+
+def test_entries_that_are_exchanged():
+    pair = {"a": torch.full((3,), 2.0), "b": torch.full((3,), 5.0)}
+    x = torch.ones(3, requires_grad=True)
+    y = ms.checkpoint(lambda x: (x * pair["a"]).exp(), x)
+    pair = {"a": pair["b"], "b": pair["a"]}
+    with pytest.raises(ms.CheckpointError, match="replaced"):
+        y.sum().backward()
+
+
+first = torch.full((3,), 2.0)  # globals that what functions below define names
+shift = functools.partial(torch.add, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: sum(x * first for _ in range(2)).exp(),
+        lambda x: (lambda: x * first)().exp(),
+        lambda x: torch.stack([x * first for _ in range(2)]).exp(),
+    ],
+)
+def test_globals_named_in_what_the_function_defines(function, monkeypatch):
+    x = torch.ones(3, requires_grad=True)
+    y = ms.checkpoint(function, x)
+    monkeypatch.setitem(globals(), "first", torch.full((3,), 5.0))
+    with pytest.raises(ms.CheckpointError, match="first.*replaced"):
+        y.sum().backward()
+
+
+def test_a_global_partial():
+    x = torch.ones(3, requires_grad=True)
+    y = ms.checkpoint(lambda x: shift(x).sin(), x)
+    shift.args[0].add_(1)
+    with pytest.raises(ms.CheckpointError, match="modified by an inplace"):
+        y.sum().backward()
+
+
+def test_modules_with_many_members():
+    params = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(1001)])
+    x = torch.ones(3, requires_grad=True)
+    y = ms.checkpoint(lambda x: (x + params[0]).sin(), x)
+    with torch.no_grad():
+        params[0].add_(1)
+    with pytest.raises(ms.CheckpointError, match="modified by an inplace"):
+        y.sum().backward()

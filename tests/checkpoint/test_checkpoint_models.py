@@ -334,3 +334,64 @@ print("as expected")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip().endswith("as expected"), done.stderr
+
+
+def test_a_sequence_that_has_modules_twice():
+    a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+    net, x = nn.Sequential(a, b, a, b), torch.randn(2, 4)
+    for segments in (2, 4):
+        assert torch.equal(net(x), ms.checkpoint_sequential(net, segments, x))
+
+
+class TakesAnOption(nn.Module):
+    """Its forward has parameters that options of checkpoint are called, too."""
+
+    def forward(self, x, *, debug=False, chunks=1):
+        return x.sin() * (3 if debug else 1) * chunks
+
+
+def test_keywords_of_blocks_that_options_are_called_too():
+    net, x = nn.Sequential(TakesAnOption()), torch.ones(4, requires_grad=True)
+    expected = net[0](x, debug=True, chunks=5)
+    ms.checkpoint_modules(net, TakesAnOption)
+    found = net[0](x, debug=True, chunks=5)
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    assert torch.equal(x.grad, 15 * torch.ones(4).cos())
+
+
+def test_keywords_under_the_patch():
+    x = torch.ones(4, requires_grad=True)
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    with ms.patch_torch_checkpoint():
+        block = TakesAnOption()
+        found = torch.utils.checkpoint.checkpoint(block, x, chunks=4, **options)
+        assert torch.equal(found, 4 * x.sin())
+
+
+def test_sequences_under_the_patch():
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
+    steps = [lambda a: (a, a + 1), sum, torch.tanh]
+    sequential = torch.utils.checkpoint.checkpoint_sequential
+    expected = sequential(steps, 2, x, use_reentrant=False)
+    with ms.patch_torch_checkpoint():
+        sequential = torch.utils.checkpoint.checkpoint_sequential
+        assert torch.equal(sequential(steps, 2, x, use_reentrant=False), expected)
+        assert torch.equal(sequential(steps, 3, x, False), expected)
+        assert torch.equal(sequential(net, 2, input=x, use_reentrant=False), net(x))
+
+
+def test_options_that_are_none():
+    net = nn.Sequential(TakesAnOption())
+    with pytest.raises(TypeError, match="checkpoint_modules: offlod is no option of checkpoint"):
+        ms.checkpoint_modules(net, TakesAnOption, offlod="cpu")
+    with pytest.raises(TypeError, match="checkpoint_sequential: x is no option of checkpoint"):
+        ms.checkpoint_sequential(net, 1, torch.ones(2), x=1)
+
+
+def test_scripted_blocks_are_refused():
+    net = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match="a scripted module is selected"):
+        ms.checkpoint_modules(net, torch.jit.ScriptModule)
+    x = torch.randn(2, 4)
+    assert torch.equal(ms.checkpoint(net[0], x), net(x))

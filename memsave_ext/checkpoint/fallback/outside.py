@@ -6,8 +6,8 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, ValuesView
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FunctionType, MethodType, SimpleNamespace
+from dataclasses import dataclass, replace
+from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,46 +23,67 @@ from .stepped import ByteRange, Pending
 
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))  # names that torch gives to every module's
 
+_LOOKED_AT = (Tensor, nn.Module, tuple, list, dict, MethodType, functools.partial)
+
 Place = tuple[int, str]  # the root that leads to it, and its name from there
-Visitor = Callable[[Tensor, Place, bool], None]  # with its place, and whether it is a buffer
+# With its place, whether it is a buffer, and whether a name that leads to it was another object.
+Visitor = Callable[[Tensor, Place, bool, bool], None]
+# With what a name of a function stands for, the name's place, and where the object was visited
+# first. Where the name was another object before, returns where that one was visited first.
+NameVisitor = Callable[[Any, Place, Place], "Place | None"]
 
 
-def walk(roots: Iterable[Any], visitor: Visitor) -> None:
+@dataclass
+class _Walk:
+    visitor: Visitor
+    names: NameVisitor
+    visited: dict[int, Place]
+    of_another: bool = False
+
+
+def walk(roots: Iterable[Any], visitor: Visitor, names: NameVisitor) -> None:
     """Call ``visitor`` with the tensors that ``roots`` lead to, always in the same order.
 
+    Where a name of a function was another object before, what it stands for is visited as if it
+    were where that one was visited first, whether or not it was already.
     Without the tensors' ``__torch_function__``: a lazy module's parameter refuses to be looked at.
     """
-    visited: set[int] = set()
+    one = _Walk(visitor, names, {})
     with torch._C.DisableTorchFunctionSubclass():
         for number, root in enumerate(roots):
-            _walk(root, visitor, visited, (number, ""), 0)
+            _walk(root, one, (number, ""), 0)
 
 
-def _walk(
-    value: Any,
-    visitor: Visitor,
-    visited: set[int],
-    place: Place,
-    depth: int,
-    is_buffer: bool = False,
-) -> None:
+def _walk(value: Any, one: _Walk, place: Place, depth: int, is_buffer: bool = False) -> None:
     if depth > rules.DEEPEST:
         return
     if not isinstance(value, Tensor):
         # Once each: objects that lead to each other would be visited along every path.
-        if value is None or isinstance(value, (int, float, str)) or id(value) in visited:
+        if value is None or isinstance(value, (int, float, str)) or id(value) in one.visited:
             return
-        visited.add(id(value))
+        one.visited[id(value)] = place
 
-    def visit(child: Any, key: object = None, index: int = -1, is_buffer: bool = False) -> None:
+    def below(key: object, index: int = -1) -> Place:
         root, name = place
         path = f"{name}[{index}]" if index >= 0 else name
         if key is not None:
             path = f"{path}.{key}" if path else str(key)
-        _walk(child, visitor, visited, (root, path), depth + 1, is_buffer)
+        return root, path
+
+    def visit(child: Any, key: object = None, index: int = -1, is_buffer: bool = False) -> None:
+        _walk(child, one, below(key, index), depth + 1, is_buffer)
+
+    def visit_named(child: Any, key: str) -> None:
+        if child is None or isinstance(child, (int, float, str)):
+            return
+        here = below(key)
+        before = one.names(child, here, one.visited.get(id(child), here))
+        if before is None:
+            return visit(child, key)
+        _walk(child, replace(one, visited={}, of_another=True), before, depth + 1)
 
     if isinstance(value, Tensor):
-        visitor(value, place, is_buffer)
+        one.visitor(value, place, is_buffer, one.of_another)
     elif isinstance(value, (tuple, list)):
         if len(value) <= rules.LARGEST:
             for i, item in enumerate(value):
@@ -87,7 +108,7 @@ def _walk(
         if isinstance(forward, FunctionType) and not is_torchs:
             visit(forward, "forward()")  # which no attribute is called
     elif isinstance(value, FunctionType):
-        _walk_function(value, visit)
+        _walk_function(value, visit, visit_named)
     elif isinstance(value, MethodType):
         visit(value.__self__)
         visit(value.__func__)
@@ -125,22 +146,32 @@ def _is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _walk_function(function: FunctionType, visit: Callable[..., None]) -> None:
+def _walk_function(
+    function: FunctionType, visit: Callable[..., None], visit_named: Callable[[Any, str], None]
+) -> None:
     for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             content = cell.cell_contents
         except ValueError:  # empty
             continue
-        visit(content, key)
+        visit_named(content, key)
     visit(function.__defaults__, "__defaults__")
     visit(function.__kwdefaults__, "__kwdefaults__")
-    for key in function.__code__.co_names:
+    for key in _names_in(function.__code__):
         value = function.__globals__.get(key)
         if isinstance(value, FunctionType):
             if value.__globals__ is function.__globals__:  # of the same file
-                visit(value, key)
-        elif isinstance(value, (Tensor, nn.Module, tuple, list, dict)) or _is_record(value):
-            visit(value, key)
+                visit_named(value, key)
+        elif isinstance(value, _LOOKED_AT) or _is_record(value):
+            visit_named(value, key)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yields the names that a function uses; also in what it defines: comprehensions, lambdas."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 def _is_wrapper(tensor: Tensor) -> bool:
@@ -198,26 +229,33 @@ class OutsideTensors:
 
     def __init__(self) -> None:
         self._noted: dict[Place, _Noted] = {}
+        # The ids of what a name of a function stood for, and where each was visited first: a
+        # variable and a global of one name have the same place.
+        self._names: dict[Place, dict[int, Place]] = {}
         self.devices: set[int] = set()  # CUDA's, that these are on
 
     def note(self, roots: Iterable[Any]) -> None:
-        def see(tensor: Tensor, place: Place, _: bool) -> None:
+        def see(tensor: Tensor, place: Place, *_: bool) -> None:
             self._noted[place] = _Noted.of(tensor)
             self.devices.update(cuda_devices([tensor]))
 
-        walk(roots, see)
+        walk(roots, see, self._note_name)
+
+    def _note_name(self, value: Any, place: Place, first: Place) -> None:
+        self._names.setdefault(place, {})[id(value)] = first
 
     def leave_out_changes_of_forward(self, roots: Iterable[Any]) -> None:
         now: dict[Place, _Noted] = {}
 
-        def compare(tensor: Tensor, place: Place, _: bool) -> None:
+        def compare(tensor: Tensor, place: Place, *_: bool) -> None:
             noted = now[place] = _Noted.of(tensor)
             same = self._find(tensor, place)
             noted.changed_by_forward = (
                 place in self._noted if same is None else not same.is_as_it_was(tensor)
             )
 
-        walk(roots, compare)
+        self._names.clear()
+        walk(roots, compare, self._note_name)
         self._noted = now
 
     def _find(self, tensor: Tensor, place: Place) -> _Noted | None:
@@ -229,14 +267,19 @@ class OutsideTensors:
     def find_changed(self, roots: Iterable[Any]) -> list[ChangedTensor]:
         changed: list[ChangedTensor] = []
 
-        def compare(tensor: Tensor, place: Place, is_buffer: bool) -> None:
+        def was_another(value: Any, place: Place, _: Place) -> Place | None:
+            known = self._names.get(place, {})
+            return None if id(value) in known else next(iter(known.values()), None)
+
+        def compare(tensor: Tensor, place: Place, is_buffer: bool, of_another: bool) -> None:
             there = self._noted.get(place)
+            is_there = there is not None and there.is_(tensor)
             by_forward = there is not None and there.changed_by_forward
             before: int | None = None  # its version; None: there was another tensor
             if by_forward:
                 if not is_buffer:
                     return
-            elif (same := self._find(tensor, place)) is not None:
+            elif (same := self._find(tensor, place)) is not None and (is_there or not of_another):
                 if same.changed_by_forward or same.is_as_it_was(tensor):
                     return
                 before = same.version
@@ -252,7 +295,7 @@ class OutsideTensors:
             if what is not None:
                 changed.append(ChangedTensor(id(tensor), _storage_of(tensor), range_, what))
 
-        walk(roots, compare)
+        walk(roots, compare, was_another)
         return changed
 
 
