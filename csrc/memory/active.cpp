@@ -34,7 +34,7 @@ std::atomic<int> stack_count{0};
 // Called with the GIL; null without. It is leaked at exit, when Python may be gone.
 std::atomic<py::object*> recompute_listener{nullptr};
 
-bool watching() { return active_count.load(std::memory_order_relaxed) > 0 && paused_depth == 0; }
+bool watching() { return active_count.load(std::memory_order_relaxed) > 0; }
 
 void set_counts() {
   active_count = static_cast<int>(active.size());
@@ -158,7 +158,7 @@ bool any_active(c10::DeviceType type) {
 }
 
 void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional<int64_t> total) {
-  if (!watching()) return;
+  if (!watching() || paused_depth > 0) return;
   std::shared_ptr<const Origin> origin;
   if (stack_count.load(std::memory_order_relaxed) > 0)
     origin = device.is_cpu() ? origin_here() : origin_of_operator();
@@ -172,6 +172,9 @@ void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional
 
 void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total) {
   if (!watching()) return;
+  // What is freed counts also while allocations do not: Python's garbage collector may do it at any
+  // time. The allocator's total then has what does not count.
+  if (paused_depth > 0) total.reset();
   const std::lock_guard<Lock> lock(tracking_mutex());
   Moment moment{};
   for (Listener* listener : active) {

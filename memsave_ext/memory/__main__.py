@@ -121,6 +121,7 @@ def _profile(options: argparse.Namespace) -> None:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out: the folder {options.out} cannot be made: {error}") from None
+    folder = options.out.resolve()  # the user's module may go to another one
     function = load_function(options.function)
     model = load_instance(options.model, "--model", nn.Module) if options.model else None
     optimizer = (
@@ -156,18 +157,26 @@ def _profile(options: argparse.Namespace) -> None:
             shown.begin(f"step {number + 1}")
             step()
             shown.end()
-    _write(tracked, options.out)
+    _write(tracked, folder, options.out)
 
 
 def _is_variant(made: Any) -> bool:
-    if not isinstance(made, tuple) or len(made) != 3:
+    """Whether a function has returned a model, its optimizers and a step, and is none itself."""
+    if not isinstance(made, (tuple, list)) or len(made) != 3 or not isinstance(made[0], nn.Module):
         return False
-    model, optimizer, step = made
-    fits = optimizer is None or isinstance(optimizer, Optimizer)
-    return isinstance(model, nn.Module) and fits and callable(step)
+    _, optimizer, step = made
+    several = optimizer if isinstance(optimizer, (tuple, list)) else [optimizer]
+    if not all(one is None or isinstance(one, Optimizer) for one in several) or not callable(step):
+        raise UsageError(
+            "a function that returns three things, the first of which is a model, must return "
+            "(model, optimizer, step): an optimizer, several or None, and what makes a step; got "
+            f"{', '.join(type(one).__name__ for one in made)}"
+        )
+    return True
 
 
-def _write(tracked: Track, folder: Path) -> None:
+def _write(tracked: Track, folder: Path, named: Path) -> None:
+    """``named``: the folder as it was given."""
     print_report(tracked)
     with open(folder / "report.txt", "w", encoding="utf-8") as file:
         print_report(tracked, file=file)
@@ -178,7 +187,7 @@ def _write(tracked: Track, folder: Path) -> None:
         written.append("timeline.png")
     except ImportError as error:
         print(f"{_PROGRAM}: no picture was drawn: {error}", file=sys.stderr)
-    print(f"{_PROGRAM}: wrote {', '.join(written)} to {folder}", file=sys.stderr)
+    print(f"{_PROGRAM}: wrote {', '.join(written)} to {named}", file=sys.stderr)
 
 
 if __name__ == "__main__":

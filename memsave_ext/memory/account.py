@@ -195,7 +195,7 @@ class Account:
         ]
         there = change[shown] == THERE
         self.timeline = Timeline(
-            time=(time[shown] - time[0]).double() * 1e-9,
+            time=(time[shown] - record.times[0]).double() * 1e-9,
             live=live[shown],
             phase=torch.where(there, 0, phase[shown]),
             step=step[shown],
@@ -205,8 +205,6 @@ class Account:
         self.peak_row = int(total[shown].argmax())
         self._sign, self._block = sign, block
         self._peak_part = int(starts[part[shown[self.peak_row]]]), int(shown[self.peak_row])
-        self._step_times = [(int(step[s]), int(time[s])) for s in starts]
-        self._end = int(time[-1])
 
     @property
     def at_peak(self) -> dict[str, int]:
@@ -310,9 +308,7 @@ class Account:
             rows = timeline.step == index
             if not timeline.phase[rows].any() and index == timeline.step[-1]:
                 continue
-            begin = min(time for step, time in self._step_times if step == index)
-            later = [time for step, time in self._step_times if step == index + 1]
-            end = min(later) if later else self._end
+            begin, end = self._record.times[index : index + 2]
             peak = int(timeline.live[rows].sum(1).max())
             steps.append(Step(index, (end - begin) * 1e-9, peak))
         return steps

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
+"""What memory is counted as: ``"parameters", "gradients", "optimizer", "activations", "other"``."""
 PHASES = ("other", "forward", "backward", "recompute", "optimizer", "rematerialize")
+"""What a step does: ``"other", "forward", "backward", "recompute", "optimizer", "rematerialize"``.
+A timeline names them by their index here."""
 PARAMETERS, GRADIENTS, OPTIMIZER_STATES, ACTIVATIONS, OTHER_CATEGORY = range(len(CATEGORIES))
 OTHER, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, REMATERIALIZE = range(len(PHASES))
 RECOMPUTES = (RECOMPUTE, REMATERIALIZE)

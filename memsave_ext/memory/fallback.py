@@ -100,8 +100,7 @@ class ProfilerTracker(Tracker):
         profile = self._profile
         if profile is None:
             return  # an interrupt came before it was started
-        if self._thread != threading.get_ident():
-            raise RuntimeError("memory tracking cannot stop: it was not started on this thread")
+        self.check_stop()
         try:
             self.look()
         finally:
@@ -110,6 +109,10 @@ class ProfilerTracker(Tracker):
         notes, self._notes = self._notes, {}
         self._log.read(self._events(_marks_and_changes(profile, self._begun), notes))
         self._note(END_TRACKING)
+
+    def check_stop(self) -> None:
+        if self._profile is not None and self._thread != threading.get_ident():
+            raise RuntimeError("memory tracking cannot stop: it was not started on this thread")
 
     def _events(
         self, found: list[_Found], notes: dict[int, tuple[int, int, int]]
@@ -122,12 +125,17 @@ class ProfilerTracker(Tracker):
                     paused[event.thread] += value
                 else:
                     yield event._replace(kind=kind, subject=subject, value=value)
-            elif what.device == self._device and not paused[event.thread]:
+            elif what.device == self._device:
+                is_paused = bool(paused[event.thread])
+                if is_paused and what.alloc_size > 0:
+                    continue
+                # What is freed counts also meanwhile: a garbage collector may do it at any time.
+                no_total = is_paused or self._device.type == "cpu"
                 yield event._replace(
                     kind=ALLOCATED if what.alloc_size > 0 else FREED,
                     subject=what.ptr,
                     value=what.alloc_size,
-                    total=-1 if self._device.type == "cpu" else what.total_allocated,
+                    total=-1 if no_total else what.total_allocated,
                 )
 
     def label(self, tensors: Sequence[Tensor], category: int, names: Sequence[int]) -> None:

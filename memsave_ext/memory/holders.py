@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..shared.tensors import dense_parts, plain_tensors
 
 _FARTHEST = 8  # objects, at most, from a tensor to what has a name
+_MOST_VIEWS = 100  # of one address, that are looked for
 _OF_NOBODY_ELSE = 3  # references to a frame's locals: the frame's, a variable's, an argument's
 _OWN = __name__.partition(".")[0] + "."
 
@@ -44,17 +45,17 @@ def holders_of(addresses: Iterable[int]) -> dict[int, Holder]:
     ours = {id(tensors), *map(id, known.values())}
     found = {}
     for address, views in known.items():
-        for tensor in views:
-            # To one that a graph alone has nothing refers, though it is still an object of Python.
-            if address not in found and (place := _place_of(tensor, ours)):
-                found[address] = Holder(tuple(tensor.shape), place)
+        # To one that a graph alone has nothing refers, though it is still an object of Python.
+        place, tensor = _place_of(views[:_MOST_VIEWS], ours)
+        if place:
+            found[address] = Holder(tuple(tensor.shape), place)
     del known
     saved = _saved_by(tensors, wanted - found.keys())
     ours = {id(tensors), id(saved), *map(id, saved.values())}
     for address in saved:
         shape, root = saved[address]
         of = f"a tensor of shape {list(root.shape)}"
-        found[address] = Holder(shape, f"graph of {of}: {_place_of(root, ours)}")
+        found[address] = Holder(shape, f"graph of {of}: {_place_of([root], ours)[0]}")
     return found
 
 
@@ -63,8 +64,8 @@ def _addresses(tensor: Tensor, wanted: set[int]) -> list[int]:
     try:
         parts = [part for plain in plain_tensors(tensor) for part in dense_parts(plain)]
         found = [part.untyped_storage().data_ptr() for part in parts]
-    except (RuntimeError, NotImplementedError, ValueError):
-        return []  # of a fake one, of another backend, of a lazy module's
+    except Exception:  # of a fake one, of another backend, of a lazy module's, of whatever class
+        return []
     return [address for address in found if address in wanted]
 
 
@@ -75,12 +76,14 @@ def _saved_by(
 
     Of several tensors it is the one that was computed last, as the sum of all losses.
     """
-    roots = [tensor for tensor in tensors if wanted and tensor.grad_fn is not None]
-    roots.sort(key=lambda tensor: -tensor.grad_fn._sequence_nr())  # type: ignore[union-attr]
+    # A view of which something was changed in place may refuse to say it.
+    nodes = ((tensor, _ask(tensor, "grad_fn")) for tensor in tensors if wanted)
+    roots = [(tensor, node) for tensor, node in nodes if node is not None]
+    roots.sort(key=lambda each: -each[1]._sequence_nr())
     found: dict[int, tuple[tuple[int, ...], Tensor]] = {}
     seen: set[Any] = {None}
-    for root in roots:
-        pending: list[Any] = [root.grad_fn]
+    for root, last in roots:
+        pending: list[Any] = [last]
         while pending:
             node = pending.pop()
             if node in seen:
@@ -102,7 +105,7 @@ def _saved_in(node: Any) -> Iterator[Tensor]:
             saved = getattr(node, name)
             each = saved if isinstance(saved, (list, tuple)) else (saved,)
             values = [value.data for value in each if value is not None]
-        except RuntimeError:  # a backward has freed it
+        except Exception:  # a backward has freed it
             continue
         yield from plain_tensors(values)
 
@@ -112,32 +115,52 @@ class _Step:
     """An object on the way from a tensor to a name.
 
     Attributes:
+        tensor: the tensor.
         path: from the object to the tensor, as Python would write it behind the object's name.
         key: of a dict, what stands before ``path``, an attribute's name or a key, as is seen later;
             of a function's closure, the number of the variable.
     """
 
     object: Any
+    tensor: Tensor
     path: str
     key: Any = None
 
     def below(self, owner: Any = None) -> str:
-        if not isinstance(self.object, dict):
+        if not _is(self.object, dict):
             return self.path
-        if getattr(owner, "__dict__", None) is self.object or isinstance(owner, type):
+        if _ask(owner, "__dict__") is self.object or _is(owner, type):
             return f".{self.key}{self.path}"
-        return f"[{self.key!r}]{self.path}"
+        key = repr(self.key) if _is(self.key, str, int, float) else f"a {type(self.key).__name__}"
+        return f"[{key}]{self.path}"
+
+    def above(self, holder: Any, path: str, key: Any = None) -> _Step:
+        """Returns the step from what holds the object."""
+        return _Step(holder, self.tensor, path, key)
 
 
-def _place_of(tensor: Tensor, ours: set[int]) -> str:
-    """Returns where a program has a tensor: the nearest name, or the way as far as it is known;
-    "" where nothing refers to it but ``ours``."""
-    level = [_Step(tensor, "")]
-    ours = {*ours, id(tensor)}
-    farthest = ""
+def _is(value: Any, *kinds: type) -> bool:
+    """As isinstance(), which asks proxies what they stand for."""
+    return issubclass(type(value), kinds)
+
+
+def _ask(value: Any, name: str) -> Any:
+    """Returns an attribute of whatever object; None where it cannot be had."""
+    try:
+        return getattr(value, name, None)
+    except Exception:
+        return None
+
+
+def _place_of(tensors: list[Tensor], ours: set[int]) -> tuple[str, Tensor]:
+    """Returns where a program has one of some tensors: the nearest name, or the way as far as it is
+    known, "" where nothing refers to them but ``ours``; and which of them it is."""
+    level = [_Step(tensor, tensor, "") for tensor in tensors]
+    ours = {*ours, id(tensors), *map(id, tensors)}
+    farthest, of = "", tensors[0]
     for _ in range(_FARTHEST):
-        if (name := _name_of_variable(level)) is not None:
-            return name
+        if (found := _name_of_variable(level)) is not None:
+            return found
         ours |= {id(level), *(id(step) for step in level), *(id(vars(step)) for step in level)}
         above: list[_Step] = []
         referrers = gc.get_referrers(*(step.object for step in level))
@@ -146,27 +169,30 @@ def _place_of(tensor: Tensor, ours: set[int]) -> str:
             if id(referrer) in ours or _is_frame_of_ours(referrer):
                 continue
             ours.add(id(referrer))
+            inside = {id(each) for each in gc.get_referents(referrer)}
             for step in level:
+                if id(step.object) not in inside:
+                    continue
                 if (name := _name_at(referrer, step)) is not None:
-                    return name
+                    return name, step.tensor
                 if (next_step := _step_to(referrer, step)) is not None:
                     above.append(next_step)
                     break
         if not above:
             break
         level = above
-        kind = type(level[0].object).__name__
+        kind, of = type(level[0].object).__name__, level[0].tensor
         farthest = f"{level[0].below()} of a {kind}" if level[0].below() else f"a {kind}"
-    return farthest
+    return farthest, of
 
 
 def _is_frame_of_ours(referrer: Any) -> bool:
-    if not isinstance(referrer, FrameType):
+    if not _is(referrer, FrameType):
         return False
     return str(referrer.f_globals.get("__name__")).startswith(_OWN)
 
 
-def _name_of_variable(level: list[_Step]) -> str | None:
+def _name_of_variable(level: list[_Step]) -> tuple[str, Tensor] | None:
     """Returns the name of a local variable of a function that runs now, on any thread."""
     frames: list[FrameType | None] = list(sys._current_frames().values())
     try:
@@ -176,14 +202,14 @@ def _name_of_variable(level: list[_Step]) -> str | None:
             frames.append(frame.f_back)
             if _is_frame_of_ours(frame):
                 continue
-            if (name := _name_in(frame, level)) is not None:
-                return f"{name} {_in(frame)}"
+            if (found := _name_in(frame, level)) is not None:
+                return f"{found[0]} {_in(frame)}", found[1]
         return None
     finally:
         frames.clear()  # this function's is one of them
 
 
-def _name_in(frame: FrameType, level: list[_Step]) -> str | None:
+def _name_in(frame: FrameType, level: list[_Step]) -> tuple[str, Tensor] | None:
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return None  # a module's variables are its attributes, too
     local = frame.f_locals
@@ -191,7 +217,7 @@ def _name_in(frame: FrameType, level: list[_Step]) -> str | None:
         for step in level:
             for name, value in local.items():
                 if value is step.object:
-                    return f"{name}{step.below()}"
+                    return f"{name}{step.below()}", step.tensor
         return None
     finally:
         # A copy, which the frame would keep. It is what locals() returned, and what a debugger
@@ -206,51 +232,52 @@ def _in(frame: FrameType) -> str:
 
 def _name_at(referrer: Any, step: _Step) -> str | None:
     """Returns the name that a referrer gives; None where it has none of its own."""
-    if isinstance(referrer, FrameType):
-        if (name := _name_in(referrer, [step])) is not None:
-            return f"{name} {_in(referrer)}, which a traceback or generator keeps"
-    elif isinstance(referrer, FunctionType):
+    if _is(referrer, FrameType):
+        if (found := _name_in(referrer, [step])) is not None:
+            return f"{found[0]} {_in(referrer)}, which a traceback or generator keeps"
+    elif _is(referrer, FunctionType):
         if step.object is referrer.__closure__:
             name = referrer.__code__.co_freevars[step.key]
             return f"{name}{step.below()} in the closure of {referrer.__qualname__}()"
         return f"a default of {referrer.__qualname__}()"
-    elif isinstance(referrer, dict) and isinstance(referrer.get("__name__"), str):
-        module = sys.modules.get(referrer["__name__"])
-        if module is not None and vars(module) is referrer:
-            for name, value in referrer.items():
+    elif _is(referrer, dict) and type(name := dict.get(referrer, "__name__")) is str:
+        module = sys.modules.get(name)
+        if module is not None and _ask(module, "__dict__") is referrer:
+            for name, value in dict.items(referrer):
                 if value is step.object:
                     return f"{name}{step.below()} of the module {module.__name__}"
-    elif isinstance(referrer, type):
+    elif _is(referrer, type):
         return f"{referrer.__qualname__}{step.below(referrer)}"
-    elif isinstance(referrer, nn.Module) and vars(referrer) is step.object:
+    elif _is(referrer, nn.Module) and vars(referrer) is step.object:
         return f"{type(referrer).__name__}{step.below(referrer)}"
     return None
 
 
 def _step_to(referrer: Any, step: _Step) -> _Step | None:
     """Returns the way by a referrer without a name of its own."""
-    if isinstance(referrer, dict):
-        for key, value in referrer.items():
+    if _is(referrer, dict):
+        for key, value in dict.items(referrer):
             if value is step.object:
-                return _Step(referrer, step.below(), key)
+                return step.above(referrer, step.below(), key)
         return None
-    if isinstance(referrer, (list, tuple, deque)):
+    if _is(referrer, list, tuple, deque):
         index = next((i for i, value in enumerate(referrer) if value is step.object), 0)
-        if isinstance(step.object, CellType):  # a function's closure
-            return _Step(referrer, step.below(), index)
-        return _Step(referrer, f"[{index}]{step.below()}")
-    if isinstance(referrer, (CellType, FrameType)):
-        return _Step(referrer, step.below())
-    if getattr(referrer, "__dict__", None) is step.object:
-        return _Step(referrer, step.below(referrer))
+        if _is(step.object, CellType):  # a function's closure
+            return step.above(referrer, step.below(), index)
+        return step.above(referrer, f"[{index}]{step.below()}")
+    if _is(referrer, CellType, FrameType):
+        return step.above(referrer, step.below())
+    if _ask(referrer, "__dict__") is step.object:
+        return step.above(referrer, step.below(referrer))
     for name in _attributes(referrer):
-        if getattr(referrer, name, None) is step.object:
-            return _Step(referrer, f".{name}{step.below()}")
-    return _Step(referrer, step.below())
+        if _ask(referrer, name) is step.object:
+            return step.above(referrer, f".{name}{step.below()}")
+    return step.above(referrer, step.below())
 
 
 def _attributes(value: Any) -> Iterator[str]:
-    yield from getattr(value, "__dict__", ())
+    own = _ask(value, "__dict__")
+    yield from own if _is(own, dict) else ()
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         yield from (slots,) if isinstance(slots, str) else slots

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..adam.elsewhere import buffers_of
 from ..elsewhere.gradients import nbytes_elsewhere
 from ..shared.modules import Modules, not_compiled
-from ..shared.tensors import plain_tensors
+from ..shared.tensors import dense_parts, plain_tensors
 from ..store.kept import SMALLEST
 from ..store.mapped import in_memory, is_mapped, nbytes_mapped
 from .events import CATEGORIES, GRADIENTS, OPTIMIZER_STATES, PARAMETERS
@@ -84,9 +84,7 @@ class Hooks:
 
     def label(self) -> None:
         """Labels all parameters, buffers, gradients and optimizer states that there are now."""
-        params = self._numbered_parameters()
-        buffers = _present(self._buffers, "_buffers")
-        self._label(PARAMETERS, [*params.values(), *buffers.values()])
+        params = self._label_parameters()
         self._label_gradients(params)
         self._look_elsewhere(params)
         for optimizer in self._present_optimizers():
@@ -123,6 +121,7 @@ class Hooks:
         self._tracker.look()
         if number == 0 and torch._C._current_graph_task_id() == -1:
             if self._forwards and not self._optimizers:
+                self._label_parameters()
                 self._tracker.end_step()
             self._forwards += 1
 
@@ -133,7 +132,7 @@ class Hooks:
         def hook(param: Tensor) -> None:
             grad = param.grad
             if grad is not None:
-                tensors = plain_tensors(grad)
+                tensors = _parts(grad)
                 label(tensors, GRADIENTS, [number] * len(tensors))
 
         # A gradient that exists in parts alone may go without it (csrc/adam/hook.h).
@@ -143,7 +142,7 @@ class Hooks:
     def _watch_optimizer(self, stack: ExitStack, optimizer: Optimizer, last: bool) -> None:
         @not_compiled
         def before(*_: Any) -> None:
-            params = self._numbered_parameters()
+            params = self._label_parameters()  # which a step may have replaced
             self._label_gradients(params)
             self._look_elsewhere(params)
             self._tracker.begin_optimizer()
@@ -179,6 +178,13 @@ class Hooks:
                 for i, p in enumerate(group["params"]):
                     if id(p) not in params:
                         params[id(p)] = p, self._names.number(f"param_groups[{g}][{i}]")
+        return params
+
+    def _label_parameters(self) -> Numbered:
+        """Labels parameters and buffers, and returns the parameters."""
+        params = self._numbered_parameters()
+        buffers = _present(self._buffers, "_buffers")
+        self._label(PARAMETERS, [*params.values(), *buffers.values()])
         return params
 
     def _label_gradients(self, params: Numbered) -> None:
@@ -222,10 +228,15 @@ class Hooks:
     def _label(self, category: int, owners: Iterable[tuple[Any, int]]) -> None:
         tensors, names = [], []
         for value, name in owners:
-            here = in_memory(plain_tensors(value))
+            here = in_memory(_parts(value))
             tensors += here
             names += [name] * len(here)
         self._tracker.label(tensors, category, names)
+
+
+def _parts(value: Any) -> list[Tensor]:
+    """Returns the tensors with memory of their own in a value, of sparse ones what they are of."""
+    return [part for tensor in plain_tensors(value) for part in dense_parts(tensor)]
 
 
 def _gradients(params: Numbered) -> list[tuple[Tensor, int]]:

@@ -65,6 +65,8 @@ class Record:
         alive: int64 ``[alive, 3]``, of what lives now: row of ``blocks``; address; training step
             that made it, -1 where it was there before.
         steps: how many training steps have ended.
+        times: in ns, when each step began, the first of them with tracking or where the peak was
+            reset; last, when the last event was.
         origins: by row of ``blocks``, where they are known.
     """
 
@@ -74,6 +76,7 @@ class Record:
     regions: list[tuple[int, int, int, int, float]]
     alive: Tensor
     steps: int
+    times: list[int]
     origins: dict[int, Origin]
 
     def stack(self, block: int) -> list[tuple[str, int, str]]:
@@ -121,6 +124,8 @@ class Log:
         self._place_of = 0, 0, 0
         self._step = 0
         self._begins = [0]  # by training step, the row of its first block
+        self._times: list[int] = []  # by training step, when it began
+        self._latest = 0  # the time of the latest change
         self._number = 0  # of the next part
         self._parts: list[_Part] = []
         self._acts: dict[int, Callable[[Any], object]] = {
@@ -180,6 +185,7 @@ class Log:
             regions=regions,
             alive=torch.tensor(alive, dtype=torch.int64, device="cpu").view(-1, 3),
             steps=self._step,
+            times=[*self._times, self._latest],
             origins=dict(self._origins),
         )
 
@@ -253,17 +259,20 @@ class Log:
         self._threads.clear()
         self._counts = event[7] < 0
         self.total = self._after(event[7], 0)
+        self._times = self._times or [event[3]]
         self._begin_part(event[3])
 
     def _end_step(self, event: Event) -> None:
         self._step += 1
         self._begins.append(len(self._blocks) // _COLUMNS)
         self._threads.end_step()
+        self._times.append(event[3])
         self._begin_part(event[3])
 
     def _reset_peak(self, event: Event) -> None:
         self.peak = self.total
         self._parts.clear()
+        self._times = [event[3]] * (self._step + 1)
         self._begin_part(event[3])
 
     def _moves(self, event: Event) -> None:
@@ -297,6 +306,7 @@ class Log:
         if not self._parts:
             return  # tracking has not begun
         part = self._parts[-1]
+        self._latest = event[3]
         part.rows.extend((event[3], block, change, phase, total))
         if total > part.peak:
             part.peak = total
@@ -306,6 +316,7 @@ class Log:
 
     def _begin_part(self, time: int) -> None:
         self.peak = max(self.peak, self.total)
+        self._latest = time
         part = _Part(self._step, self.total, self._moved)
         part.rows.extend((time, -1, THERE, self._number, self.total))
         for block, *_ in self._live.values():

@@ -65,12 +65,13 @@ def step_of(timeline: Timeline, index: int) -> Timeline:
 def step_peaks(timeline: Timeline) -> Timeline:
     """Returns one row for each step: at the time it begins, with live bytes and phase of its peak.
 
-    This is for pictures of so many steps that the course of each could not be seen. Steps before a
-    gap, and the last step, have a second row where they end.
+    This is for pictures of so many steps that the course of each could not be seen. What comes
+    before a gap, and the last step, have a second row where they end.
     """
     rows = len(timeline.step)
     begins = torch.ones(rows, dtype=torch.bool, device="cpu")
     begins[1:] = timeline.step[1:] != timeline.step[:-1]
+    begins[list(timeline.gaps)] = True  # which may be within a step
     starts = begins.nonzero().flatten().tolist()
     total = timeline.live.sum(1)
     peaks = [a + first_largest(total[a:b]) for a, b in pairwise([*starts, rows])]

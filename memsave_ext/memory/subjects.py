@@ -33,7 +33,7 @@ def load(where: str, option: str) -> Any:
             is imported is passed on.
     """
     module_name, colon, name = where.partition(":")
-    if not (module_name and colon and name) or os.sep in module_name:
+    if not (module_name and colon and name) or os.sep in module_name or module_name[0] == ".":
         raise UsageError(f"{option} must look like package.module:name, got {where!r}")
     try:
         found: Any = importlib.import_module(module_name)

@@ -58,6 +58,9 @@ class Tracker:
     def look(self) -> None:
         """Notes memory from before tracking that has been freed, where no event says so."""
 
+    def check_stop(self) -> None:
+        """Raises RuntimeError where it cannot be stopped on this thread."""
+
     def _note(self, kind: int, subject: int = 0, value: int = 0) -> None:
         raise NotImplementedError
 

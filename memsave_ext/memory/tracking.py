@@ -107,6 +107,7 @@ class Track(Reported):
     ) -> None:
         if self._installed is None:
             raise RuntimeError("memory tracking cannot stop: this track is not running")
+        self._tracker.check_stop()
         installed, self._installed = self._installed, None
         installed.close()
 

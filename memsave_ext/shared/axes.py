@@ -38,6 +38,11 @@ def new_figure(size: tuple[float, float]) -> Figure:
     return figure
 
 
+def legend_label(text: str) -> str:
+    """Returns a label that a legend shows: those that begin with an underscore it leaves out."""
+    return f" {text}" if text.startswith("_") else text
+
+
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Writes ``figure`` to ``path`` in the format that its suffix names.
 

@@ -50,8 +50,12 @@ class Layer(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> Layer:
+        try:
+            inputs = getattr(module, "in_features", None)
+        except Exception:  # of other libraries' modules it may be anything
+            inputs = None
         return cls(
-            getattr(module, "in_features", None),
+            inputs if isinstance(inputs, int) else None,
             module.out_features if isinstance(module, nn.Linear) else None,
             isinstance(module, (nn.ModuleList, nn.ModuleDict)),
             isinstance(module, _NormBase) and module.training,

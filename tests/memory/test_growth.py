@@ -296,3 +296,64 @@ def test_hooks_of_saved_tensors_are_not_called():
     (holder,) = holders_of([address]).values()
     assert calls == []
     assert holder.shape == (13,)
+
+
+def test_a_view_that_was_changed_in_place():
+    """torch does not say what made it."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with torch.no_grad():
+        first = net.wide.weight[0]
+    total = 0
+    with ms.memory.track(net, optimizer) as t:
+        for _ in range(5):
+            loss = net(torch.randn(ROWS, 8)).square().sum()
+            loss.backward(retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            total = total + loss
+    assert "graph of a tensor of shape []" in " ".join(g.held_by for g in t.growth())
+    assert first.shape == (8,)
+
+
+class Settings:
+    __slots__ = ("_values",)
+
+    def __init__(self, values):
+        self._values = values
+
+    def __getattr__(self, name):
+        return self._values[name]
+
+
+class Proxy:
+    """As of web frameworks: it cannot be asked what it stands for."""
+
+    def __init__(self, values):
+        self.__dict__["values"] = values
+
+    @property
+    def __class__(self):
+        raise RuntimeError("outside of a request")
+
+
+@pytest.mark.parametrize("kind", [Settings, Proxy])
+def test_objects_that_cannot_be_asked(kind):
+    KEPT.append(kind([]))
+    if kind is Settings:
+        t = train(lambda net, hidden, loss: KEPT[0]._values.append(hidden))
+    else:
+        t = train(lambda net, hidden, loss: vars(KEPT[0])["values"].append(hidden))
+    (group,) = grown(t)
+    assert group.tensors == STEPS and "KEPT" in group.held_by
+
+
+def test_keys_are_not_printed():
+    class Key:
+        def __repr__(self):
+            raise AssertionError
+
+    KEPT.append({})
+    t = train(lambda net, hidden, loss: KEPT[0].update({Key(): hidden}))
+    (group,) = grown(t)
+    assert "[a Key]" in group.held_by

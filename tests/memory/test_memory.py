@@ -392,3 +392,23 @@ def test_usage_on_the_cpu():
 def test_wrong_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         ms.memory.track(**arguments)
+
+
+@python_only
+def test_left_on_another_thread_it_can_still_be_left():
+    t = ms.memory.track()
+    t.__enter__()
+    errors = []
+
+    def leave():
+        with pytest.raises(RuntimeError, match="it was not started on this thread") as caught:
+            t.__exit__(None, None, None)
+        errors.append(caught)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    t.__exit__(None, None, None)
+    with ms.memory.track():
+        pass

@@ -1,5 +1,6 @@
 """What memory.track() says memory is made of, against sizes computed by hand."""
 
+import gc
 import io
 import time
 
@@ -407,6 +408,10 @@ def test_the_log_is_bounded_and_keeps_the_peak():
     assert len(t.timeline.time) < 600 < len(whole.timeline.time)
     kept = {s.index for s in t.steps}
     assert {20, 59} <= kept
+    seconds = {s.index: s.seconds for s in whole.steps}
+    for step in t.steps[:-1]:  # those of the two begin and end with the same events
+        assert step.seconds == pytest.approx(seconds[step.index], rel=0.5, abs=2e-3)
+    assert sum(seconds[i] for i in range(20)) * 0.5 < t.peak_time < sum(seconds.values())
     assert len(t.timeline.gaps) == 2 if 0 in kept else 1
     # What is left says the same as the whole.
     for step in kept:
@@ -467,3 +472,60 @@ def test_an_optimizer_that_allocates_nothing_has_its_phase():
     assert phases == 2 * ["other", "forward", "backward", "other", "optimizer"] + ["other"]
     rows = (t.timeline.phase == PHASES.index("optimizer")).nonzero().flatten()
     assert torch.equal(t.timeline.live[rows], t.timeline.live[rows - 1])
+
+
+def test_sparse_gradients():
+    embedding = nn.Embedding(1000, 64, sparse=True)
+    optimizer = torch.optim.SparseAdam(list(embedding.parameters()))
+    with ms.memory.track(embedding, optimizer) as t:
+        embedding(torch.arange(500)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert column(t, "gradients").max() >= 500 * 64 * 4
+    assert column(t, "gradients")[-1] == 0
+
+
+class Averages(nn.Module):
+    """Its buffer is another tensor after each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(N, N, bias=False)
+        self.register_buffer("average", torch.zeros(N, N))
+
+    def forward(self, x):
+        self.average = 0.9 * self.average + 0.1 * self.linear.weight.detach()
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_buffers_and_parameters_that_are_replaced(with_optimizer):
+    model = Averages()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ms.memory.track(model, optimizer if with_optimizer else None) as t:
+        for step in range(4):
+            if step == 2:
+                model.linear.weight.data = model.linear.weight.data.clone()
+            model(torch.randn(4, N)).sum().backward()
+            if with_optimizer:
+                optimizer.step()
+            optimizer.zero_grad()
+    last = t.timeline.step == (3 if with_optimizer else 2)
+    assert column(t, "parameters")[last][-1] == 2 * WEIGHT
+
+
+def test_what_the_garbage_collector_frees_while_figures_are_read():
+    class Node:
+        pass
+
+    class File(io.StringIO):
+        def write(self, text):
+            gc.collect()
+            return super().write(text)
+
+    with ms.memory.track() as t:
+        node = Node()
+        node.itself, node.data = node, torch.empty(100_000)
+        del node
+        t.report(file=File())
+    assert t.live == 0

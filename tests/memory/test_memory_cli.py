@@ -221,6 +221,44 @@ def test_functions_that_are_none(demo, capsys, function, message):
     assert error.startswith("python -m memsave_ext.memory: ") and error.count("\n") == 1
 
 
+def test_a_module_that_goes_to_another_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "goes_elsewhere.py").write_text(
+        "import os, torch\nos.chdir('elsewhere')\nmodel = torch.nn.Linear(4, 4)\n"
+        "def step(): model(torch.ones(2, 4)).sum().backward()\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["memsave_ext.memory"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert run("goes_elsewhere:step") == 0, capsys.readouterr().err
+    assert (tmp_path / "memory-profile" / "report.txt").exists()
+    del sys.modules["goes_elsewhere"]
+
+
+def test_a_function_that_builds_several_optimizers(tmp_path, monkeypatch, capsys):
+    (tmp_path / "builds_two.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def build(last=None):\n"
+        "    g, d = nn.Linear(4, 4), nn.Linear(4, 4)\n"
+        "    both = [torch.optim.Adam(g.parameters()), torch.optim.Adam(d.parameters())]\n"
+        "    def step():\n"
+        "        print('stepped')\n"
+        "        d(g(torch.ones(2, 4))).sum().backward()\n"
+        "        for one in both: one.step()\n"
+        "    return nn.ModuleList([g, d]), both if last is None else last, step\n"
+        "def wrong(): return build('no optimizer')\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["memsave_ext.memory"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert run("builds_two:build", "--steps", 2) == 0
+    assert capsys.readouterr().out.count("stepped") == 3  # one to warm up
+    assert run("builds_two:wrong") == 2
+    assert "must return (model, optimizer, step)" in capsys.readouterr().err
+    assert run(".builds_two:build") == 2
+    del sys.modules["builds_two"]
+
+
 def test_an_out_that_is_a_file(demo, tmp_path, capsys):
     (tmp_path / "taken").touch()
     assert run(f"{demo}:train_step", "--out", "taken") == 2

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from timelines import MIB, full_track, random_timeline, timeline, track_of, training
+from torch import nn
 
 import memsave_ext as ms
 from memsave_ext.memory.events import CATEGORIES, PHASES
@@ -314,3 +315,29 @@ def test_without_matplotlib(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match="a picture needs matplotlib.*pip install matplotlib"):
         plot.plot_track(track_of(training()), tmp_path / "timeline.png")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("events", range(700, 2000, 100))
+def test_parts_of_steps_that_are_left_out(events, tmp_path):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ms.memory.track(model, optimizer, max_events=events) as t:
+        torch.empty(10**6)
+        for _ in range(300):
+            torch.empty(10)
+        for _ in range(40):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    t.plot(tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").stat().st_size
+
+
+def test_a_run_without_steps_of_which_a_part_is_left_out(tmp_path):
+    with ms.memory.track(max_events=1000) as t:
+        for _ in range(3000):
+            torch.empty(10)
+    assert t.timeline.gaps
+    t.plot(tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    assert "a part of step 0 left out" in text

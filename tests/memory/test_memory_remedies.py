@@ -129,3 +129,19 @@ def test_no_layer_is_named_where_chunks_do_not_help():
     ms.checkpoint_modules(net, Block)
     assert train(net).remedies() == []
     assert train(nn.Linear(32, 32), ms.checkpoint).remedies() == []
+
+
+@pytest.mark.parametrize("inputs", [["p2", "p3"], 1.5, None])
+def test_modules_with_other_in_features(inputs):
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.in_features, self.fc = inputs, nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.fc(x)
+
+    model = Heads()
+    with ms.memory.track(model) as t:
+        model(torch.ones(2, 8)).sum().backward()
+    assert "parameters" in t.report()

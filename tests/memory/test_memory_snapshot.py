@@ -500,3 +500,16 @@ def test_a_true_snapshot(tmp_path):
     mine = [size for line, size in found.at_peak.items() if line.startswith(file)]
     assert sum(mine) == 5 << 20
     assert found.unexplained == 0
+
+
+def test_a_file_whose_name_begins_with_an_underscore(tmp_path):
+    pytest.importorskip("matplotlib")
+    frames = [{"filename": "/home/me/net/__init__.py", "line": 12, "name": "forward"}]
+    block = {"address": 1, "size": 1 << 20, "requested_size": 1 << 20, "state": "active_allocated",
+             "frames": frames}  # fmt: skip
+    trace = [{"action": "alloc", "addr": 1, "size": 1 << 20, "frames": frames}]
+    segment = {"device": 0, "address": 1, "total_size": 1 << 21, "blocks": [block]}
+    with open(tmp_path / "s.pickle", "wb") as file:
+        pickle.dump({"segments": [segment], "device_traces": [trace]}, file)
+    ms.memory.plot_snapshot(tmp_path / "s.pickle", tmp_path / "s.svg")
+    assert "__init__.py:12 in forward" in (tmp_path / "s.svg").read_text()

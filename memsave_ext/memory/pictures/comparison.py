@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...shared.axes import bytes_axis, new_figure, save, seconds_axis
+from ...shared.axes import bytes_axis, legend_label, new_figure, save, seconds_axis
 from ...shared.table import format_bytes
 from ..events import CATEGORIES
 from ..measure import Row
@@ -48,7 +48,8 @@ def _draw_courses(axes: Axes, rows: Sequence[Row], styles: Sequence[dict[str, An
             continue
         seconds, total = row.timeline.time.tolist(), row.timeline.live.sum(1).tolist()
         peak = peak_row(row.timeline)
-        label = _broken(f"{row.name}: {format_bytes(row.peak)} in {row.peak_phase}", 36)
+        label = f"{row.name}: {format_bytes(row.peak)} in {row.peak_phase}"
+        label = legend_label(_broken(label, 36))
         line = {**style, "markevery": [peak], "markersize": 6, "linewidth": 1.4}
         axes.step(seconds, total, where="post", label=label, **line)
         longest = max(longest, seconds[-1])

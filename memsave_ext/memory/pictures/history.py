@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...shared.axes import bytes_axis, seconds_axis
+from ...shared.axes import bytes_axis, legend_label, seconds_axis
 from ...shared.table import format_bytes
 from ..series import first_largest, telling_rows
 from ..snapshot_file import History
@@ -71,7 +71,7 @@ def _draw_lines(axes: Axes, history: History, shown: torch.Tensor, places: list[
     for (line, size), colour in zip(history.by_line(peak).items(), _COLOURS, strict=False):
         level += history.of_line(line)
         high, rest = _course(level, shown), rest - size
-        label = f"{line}: {format_bytes(size)} at the peak"
+        label = legend_label(f"{line}: {format_bytes(size)} at the peak")
         axes.fill_between(places, low, high, step="post", color=colour, linewidth=0, label=label)
         low = high
     if bool((history.allocated != level).any()):

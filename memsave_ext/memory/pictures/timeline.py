@@ -312,6 +312,7 @@ def _mark_gaps(axes: Axes, timeline: Timeline, time: list[float]) -> None:
         start, end = time[gap - 1], time[gap]
         first, last = int(timeline.step[gap - 1]) + 1, int(timeline.step[gap]) - 1
         steps = f"step {first}" if first == last else f"steps {first}\N{EN DASH}{last}"
+        steps = steps if first <= last else f"a part of step {int(timeline.step[gap])}"
         axes.axvspan(start, end, facecolor="white", linewidth=0, zorder=4, gid="gap")
         for edge in (start, end):
             axes.axvline(edge, color="#333333", linewidth=0.8, linestyle=(0, (2, 2)), zorder=4)
