@@ -142,10 +142,9 @@ class Saved {
  public:
   // The gradients need bias and residual only for the sign of the value before the activation, so
   // without an activation these two are not saved.
-  void save(const Arguments& args, const Tensor& statistics) {
+  void save(const Arguments& args) {
     grad_ = SavedVariable(args.grad, false);
     input_ = SavedVariable(args.input, false);
-    statistics_ = SavedVariable(statistics, false);
     weight_ = SavedVariable(args.weight, false);
     if (args.activation != "none") {
       bias_ = SavedVariable(args.bias, false);
@@ -153,6 +152,7 @@ class Saved {
     }
     options_ = args;
   }
+  void save_statistics(const Tensor& statistics) { statistics_ = SavedVariable(statistics, false); }
   Arguments unpack() const {
     Arguments args{options_};
     args.grad = grad_.unpack();
@@ -227,7 +227,8 @@ void differentiable_backward(const c10::OperatorHandle& handle, Stack* stack) {
   auto node = node_for<BackwardNode>(args.grad, args.input, args.residual, args.weight, args.bias);
   call_below(handle, stack);
   if (!node) return;
-  node->saved.save(args, args.statistics);
+  node->saved.save(args);
+  node->saved.save_statistics(args.statistics);
   variable_list results;
   for (const auto& result : torch::jit::last(*stack, 4)) results.push_back(result.toTensor());
   torch::autograd::set_history(results, node);
@@ -281,10 +282,12 @@ void differentiable_forward(const c10::OperatorHandle& handle, Stack* stack) {
   static const Operator op(handle);
   const Arguments args = op.read(*stack);
   auto node = node_for<ForwardNode>(args.input, args.residual, args.weight, args.bias);
-  // Known statistics are saved before the kernel runs: the recompute of a checkpoint stops at the
-  // last tensor that is saved, and then needs no kernel.
+  // What can be is saved before the kernel runs: where a tensor cannot be saved, nothing was
+  // updated; and the recompute of a checkpoint stops at the last tensor that is saved, with known
+  // statistics before the kernel.
   const bool known = args.statistics.defined();
-  if (node && known) node->saved.save(args, args.statistics);
+  if (node) node->saved.save(args);
+  if (node && known) node->saved.save_statistics(args.statistics);
   call_below(handle, stack);
   if (args.training && !known) {
     for (const auto* buffer : {&args.running_mean, &args.running_var}) {
@@ -292,7 +295,7 @@ void differentiable_forward(const c10::OperatorHandle& handle, Stack* stack) {
     }
   }
   if (!node) return;
-  if (!known) node->saved.save(args, torch::jit::peek(*stack, 1, 2).toTensor());
+  if (!known) node->saved.save_statistics(torch::jit::peek(*stack, 1, 2).toTensor());
   torch::autograd::set_history(torch::jit::peek(*stack, 0, 2).toTensor(), node);
 }
 

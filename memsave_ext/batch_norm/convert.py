@@ -41,7 +41,7 @@ def convert_batch_norm(
     Args:
         model: any module, a batch norm itself included.
         sync: turn them, and this package's own ones, too, into :class:`SyncBatchNorm`.
-        process_group: the group for the modules that ``sync`` turns into SyncBatchNorm.
+        process_group: the group of the SyncBatchNorms that have none, those that there were too.
         dry_run: change nothing; return what would change.
 
     Returns:
@@ -66,7 +66,8 @@ def convert_batch_norm(
             continue
         if sync:
             target = SyncBatchNorm
-        if target is not kind:
+        lacks_group = process_group is not None and getattr(module, "process_group", None) is None
+        if target is not kind or lacks_group:
             changes.append((name, module, target))
     if unknown:
         raise TypeError(
@@ -76,7 +77,7 @@ def convert_batch_norm(
     if dry_run:
         return [(name, _name(type(module)), _name(target)) for name, module, target in changes]
     for _, module, target in changes:
-        if target is SyncBatchNorm and not hasattr(module, "process_group"):
+        if target is SyncBatchNorm and getattr(module, "process_group", None) is None:
             module.process_group = process_group
         module.__class__ = target
     return model

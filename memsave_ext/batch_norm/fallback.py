@@ -71,9 +71,9 @@ def _as_input(tensor: Tensor, input: Tensor, layout: torch.memory_format) -> Ten
     return torch.empty_like(input, memory_format=layout).copy_(tensor)
 
 
-def _statistics(args: Arguments) -> Tensor:
-    """Return statistics (2, C): in training those of the batch, which also update the running ones;
-    otherwise those from the running ones.
+def _statistics(args: Arguments) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Return statistics (2, C), in training those of the batch, otherwise those from the running
+    ones; and what the running ones are updated with, or None.
     """
     dtype = statistic_dtype(args.input)
     if not args.training:
@@ -82,26 +82,28 @@ def _statistics(args: Arguments) -> Tensor:
                 "batch_norm: expected running_mean and running_var to be given when not training"
             )
         var = args.running_var.to(dtype)
-        return torch.stack([args.running_mean.to(dtype), (var + args.eps).rsqrt()])
+        return torch.stack([args.running_mean.to(dtype), (var + args.eps).rsqrt()]), None
     if args.count == 1:
         raise ValueError(
             "Expected more than 1 value per channel when training, got input size "
             f"{args.input.shape}"
         )
     if args.count == 0:  # nothing to count, as in torch
-        return args.input.new_zeros((2, args.input.shape[1]), dtype=dtype)
+        return args.input.new_zeros((2, args.input.shape[1]), dtype=dtype), None
     mean, m2 = _mean_and_m2(args.input)
-    update_running(args.running_mean, mean, args.momentum)
-    update_running(args.running_var, m2 / (args.count - 1), args.momentum)
-    return torch.stack([mean, (m2 / args.count + args.eps).rsqrt()]).to(dtype)
+    statistics = torch.stack([mean, (m2 / args.count + args.eps).rsqrt()]).to(dtype)
+    return statistics, (mean, m2 / (args.count - 1))
 
 
 def forward(args: Arguments) -> tuple[Tensor, Tensor]:
-    known = args.statistics is not None
+    known, batch = args.statistics is not None, None
     if not known:
-        args.statistics = _statistics(args)
+        args.statistics, batch = _statistics(args)
     output = ACTIVATIONS[args.activation].forward(_before_activation(args), args.negative_slope)
     output = _as_input(output, args.input, memory_format(args.input))
+    if batch is not None:  # where something above raises, nothing was updated
+        update_running(args.running_mean, batch[0], args.momentum)
+        update_running(args.running_var, batch[1], args.momentum)
     return output, nothing(args.input) if known else args.statistics
 
 
@@ -185,6 +187,10 @@ def _gradients(args: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def differentiable_forward(*values: Any) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() and read(_FORWARD, values).input.is_inference():
+        needs = (v.requires_grad for v in values if isinstance(v, Tensor))
+        if any(needs):  # torch would say so after the kernel
+            raise RuntimeError("Inference tensors cannot be saved for backward: clone the input")
     nodes = hold_accumulators(values)
     result: tuple[Tensor, Tensor] = _Forward.apply(*values)
     del nodes
@@ -213,9 +219,9 @@ def _unpack(ctx: Any) -> Arguments:
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *values: Any) -> tuple[Tensor, Tensor]:
+        args = read(_FORWARD, values)
         with torch._C._AutoDispatchBelowAutograd():
             output, statistics = getattr(torch.ops.memsave_ext, _FORWARD)(*values)
-        args = read(_FORWARD, values)
         _save(ctx, args if args.statistics is not None else replace(args, statistics=statistics))
         ctx.mark_non_differentiable(statistics)
         return output, statistics

@@ -103,6 +103,11 @@ class CountOnce(_BatchNorm):
             norms.check_batch(self)
             around = forward_records.enclosing(functions=self.training)
         if _must_use_torch():
+            if self._group_name() is not None:
+                raise RuntimeError(
+                    f"{type(self).__name__}: torch.func, forward-mode derivatives and torch.export "
+                    "know only torch's own kernels, which take the statistics of one process alone"
+                )
             module = self if around.replay is None else norms.copy_of(self)
             output = _BatchNorm.forward(module, input)
             z = output if residual is None else output + residual

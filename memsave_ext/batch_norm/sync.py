@@ -38,7 +38,8 @@ class SyncBatchNorm(CountOnce):
     Raises:
         ValueError: the input has no channels.
         RuntimeError: ``process_group`` no longer exists; this process is not in it; double backward
-            is asked for, which is not supported.
+            is asked for, or torch.func, forward-mode derivatives or torch.export in training with
+            several processes, which are not supported.
     """
 
     # Does not derive from torch.nn.SyncBatchNorm, which DistributedDataParallel refuses on the CPU.

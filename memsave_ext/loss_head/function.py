@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -136,6 +137,8 @@ def _loss_of(
     debug: bool = False,
 ) -> Found:
     check_tensors(input=input, linear_weight=linear_weight, target=target)
+    may_be_none = {"linear_bias": linear_bias, "weight": weight}
+    check_tensors(**{name: given for name, given in may_be_none.items() if given is not None})
     _check_tokens(input, target)
     given = check(input, linear_weight, target, linear_bias)
     low, low_weight = check_low_rank(low_rank, input, linear_weight)
@@ -267,12 +270,14 @@ def check_low_rank(
 
 
 def check_softcap(name: str, softcap: float | None) -> None:
-    if softcap is not None and not (isinstance(softcap, (int, float)) and softcap > 0):
+    if softcap is not None and not (isinstance(softcap, (int, float)) and 0 < softcap < math.inf):
         raise ValueError(f"{name} must be a positive number or None, got {softcap!r}")
 
 
 def check_chunk_size(chunk_size: int | None) -> None:
-    if chunk_size is not None and (chunk_size <= 0 or chunk_size % BLOCK != 0):
+    if chunk_size is not None and (
+        not hasattr(chunk_size, "__index__") or chunk_size <= 0 or chunk_size % BLOCK != 0
+    ):
         raise ValueError(
             f"chunk_size must be a positive multiple of {BLOCK} or None, got {chunk_size!r}"
         )

@@ -61,7 +61,7 @@ class Head(torch.autograd.Function):
 
                 def results(*cast: Any) -> list[Tensor | None]:
                     x, w, b, low, low_weight = cast
-                    found = reference(x, w, target, b, weight, options, low, low_weight)
+                    found = reference(x, w, target, b, weight, options, low, low_weight, wide=True)
                     return [found.loss, found.lse, found.entropy]
 
                 grads = [grad, grad_lse, grad_entropy]

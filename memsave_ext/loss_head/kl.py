@@ -215,6 +215,8 @@ def _parts(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tenso
 def _by_torch(student: _Layer, teacher: _Layer, kind: _Kind) -> Tensor:
     """By torch's operators, with all logits; differentiable as often as one likes."""
     of_student = _log_probs(F.linear(*student), kind.softcap)
+    # The gradient of a class of probability 0 is 0, which by these operators would be 0 * inf.
+    of_student = torch.where(of_student == -torch.inf, of_student.detach(), of_student)
     with torch.no_grad():
         of_teacher = _log_probs(F.linear(*teacher), kind.teacher_softcap)
     return _parts(of_student, of_teacher, kind.beta)[0].sum(-1)

@@ -141,6 +141,20 @@ def _head_of(model: Any) -> Any:
     return head
 
 
+def _copies_are_disabled(model: Any) -> bool:
+    """Whether peft's ``disable_adapter()`` has the head in use that was there before its copies."""
+    head = model.get_output_embeddings()
+    copies = getattr(head, "modules_to_save", None)
+    return isinstance(copies, nn.ModuleDict) and bool(head.disable_adapters)
+
+
+def _is_freed(weight: Tensor) -> bool:
+    try:
+        return weight.numel() > 0 and local_tensor(weight).untyped_storage().size() == 0
+    except (RuntimeError, NotImplementedError):  # a subclass without a storage
+        return False
+
+
 def names_in_forward(model: Any) -> set[str]:
     """Returns the names that the forward uses, or one that it may call."""
     forwards = [vars(base).get("forward") for base in type(model).__mro__]
@@ -160,8 +174,14 @@ class Patched:
         if why := lm_heads.why_not(head):
             raise TypeError(f"{self._name} {why}")
         for layer in (head, getattr(head, "base_layer", None)):
-            if isinstance(getattr(vars(layer or head).get("forward"), "__self__", None), Patched):
+            own = vars(layer or head).get("forward")
+            if isinstance(getattr(own, "__self__", None), Patched):
                 raise RuntimeError(f"{self._name} is patched already")
+            if own is not None:
+                raise TypeError(
+                    f"{self._name} has output embeddings with a forward of their own, which "
+                    "something has set on them (as accelerate's hooks do) and which this would lose"
+                )
         self._model, self._head, self._options = model, head, options
         self._refuse()
         self._signature = inspect.signature(model.forward)
@@ -202,6 +222,7 @@ class Patched:
             return None
         given = self._signature.bind_partial(*args, **kwargs).arguments
         with_labels = model.training and given.get("labels") is not None
+        with_labels = with_labels and not _copies_are_disabled(model)
         replica: Any = None if model is self._model else model  # of DataParallel
         if with_labels or replica is not None:
             head = _head_of(model)
@@ -271,6 +292,11 @@ class Patched:
         call.of_probe.close()
         assert call.hidden is not None and call.layer is not None
         weight, bias, low_rank = call.layer
+        if _is_freed(weight):
+            raise self._error(
+                "has freed the weight of its head, which FSDP2 shards by itself, before its loss: "
+                "shard the head with the model, or with reshard_after_forward=False"
+            )
         hidden, bias, low_rank = scaled_layer(call.hidden, bias, low_rank, form.scale)
         target = labels.reshape(-1).to(hidden.device)
         found = loss_of(

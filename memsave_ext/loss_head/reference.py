@@ -44,8 +44,13 @@ def reference(
     options: Options,
     low: Tensor | None = None,
     low_weight: Tensor | None = None,
+    *,
+    wide: bool = False,
 ) -> Found:
-    """Differentiable as often as one likes. Raises torch's errors for wrong arguments."""
+    """Differentiable as often as one likes. Raises torch's errors for wrong arguments.
+
+    ``wide``: logits are cast to float32 before the loss, as those of chunks are.
+    """
     classes, *dims = linear_weight.shape[:-1]
     flat = linear_weight.reshape(-1, linear_weight.shape[-1]) if dims else linear_weight
     bias = linear_bias.reshape(-1) if linear_bias is not None and dims else linear_bias
@@ -54,6 +59,10 @@ def reference(
         logits = logits + F.linear(low, low_weight)
     if dims:
         logits = logits.reshape(*input.shape[:-1], classes, *dims)
+    if wide:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        weight = None if weight is None else weight.to(logits.dtype)
+        target = target.to(logits.dtype) if target.is_floating_point() else target
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     loss = F.cross_entropy(
@@ -65,10 +74,10 @@ def reference(
         label_smoothing=options.label_smoothing,
     )
     of_class = input.dim() - 1  # the dimension of the classes
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    lse = logits.to(wide).logsumexp(of_class) if options.lse else None
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    lse = exact.logsumexp(of_class) if options.lse else None
     predicted = logits.argmax(of_class) if options.predicted else None
-    entropy = _entropy(logits.to(wide), of_class) if options.entropy else None
+    entropy = _entropy(exact, of_class) if options.entropy else None
     return Found(loss, lse, predicted, entropy)
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from batch_norms import OURS, TORCHS, assert_same_buffers
 
 import memsave_ext as ms
+from memsave_ext import _native
 
 
 def raised(module, *args):
@@ -253,3 +254,31 @@ def test_a_weight_changed_before_backward():
         bn.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_what_cannot_be_saved_for_backward():
+    """It raises before anything is updated."""
+    with torch.inference_mode():
+        x = torch.randn(8, 4, 3, 3)
+    bn = ms.BatchNorm2d(4)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        bn(x)
+    assert_same_buffers(bn, ms.BatchNorm2d(4))
+    with torch.no_grad():
+        assert torch.equal(bn(x), ms.BatchNorm2d(4)(x.clone()))
+        assert torch.equal(bn.eval()(x), bn(x.clone()))
+    assert bn.num_batches_tracked == 1
+
+
+@pytest.mark.skipif(not _native.available, reason="torch runs a Function before its hooks")
+def test_a_hook_that_finds_no_room():
+    def full(_):
+        raise MemoryError
+
+    bn = ms.BatchNorm2d(4)
+    with (
+        pytest.raises(MemoryError),
+        torch.autograd.graph.saved_tensors_hooks(full, lambda x: x),
+    ):
+        bn(torch.randn(8, 4, 3, 3))
+    assert_same_buffers(bn, ms.BatchNorm2d(4))

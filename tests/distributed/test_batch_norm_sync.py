@@ -106,6 +106,19 @@ def sub_group():
     return bn.running_mean
 
 
+def one_group_for_all():
+    """Also of norms that had none, and not of those that have one."""
+    given, own = dist.new_group([0, 1, 2]), dist.new_group([0, 1, 2])
+    net = nn.Sequential(
+        nn.BatchNorm1d(4), nn.SyncBatchNorm(4), ms.SyncBatchNorm(4),
+        ms.SyncBatchNorm(4, process_group=own),
+    )  # fmt: skip
+    changes = ms.convert_batch_norm(net, sync=True, process_group=given, dry_run=True)
+    ms.convert_batch_norm(net, sync=True, process_group=given)
+    groups = [next(i for i, g in enumerate((given, own)) if m.process_group is g) for m in net]
+    return [name for name, _, _ in changes], groups
+
+
 def evaluation():
     bn = module().eval()
     with Collectives() as communication:
@@ -121,6 +134,25 @@ def double_backward():
         first.sum().backward()
     except RuntimeError as error:
         return str(error)
+
+
+def under_transforms():
+    """What cannot know of other processes raises in training, and works in eval mode."""
+    x, bn = batch()[0], module()
+    transforms = {
+        "grad": lambda: torch.func.grad(lambda t: bn(t).square().sum())(x),
+        "jvp": lambda: torch.func.jvp(bn, (x,), (x,)),
+        "export": lambda: torch.export.export(bn, (x,)),
+    }
+    messages = {}
+    for name, transform in transforms.items():
+        try:
+            transform()
+        except RuntimeError as error:
+            messages[name] = str(error)
+    assert bn.num_batches_tracked == 0 and not bn.running_mean.any()
+    bn.eval()
+    return messages, torch.func.grad(lambda t: bn(t).square().sum())(x)
 
 
 def not_in_the_group():
@@ -200,9 +232,9 @@ class Model(nn.Module):
 
 
 SCENARIOS = [
-    plain, fused_activation, cumulative, bfloat16, collectives, sub_group, evaluation,
-    double_backward, not_in_the_group, group_that_is_gone, bad_channels, converted_ddp, one_value,
-    no_value, two_values,
+    plain, fused_activation, cumulative, bfloat16, collectives, sub_group, one_group_for_all,
+    evaluation, double_backward, under_transforms, not_in_the_group, group_that_is_gone,
+    bad_channels, converted_ddp, one_value, no_value, two_values,
 ]  # fmt: skip
 
 
@@ -268,6 +300,10 @@ def test_a_sub_group(of_ranks):
     torch.testing.assert_close(alone, 0.1 * torch.randn(4, 5, 3, 2).mean((0, 2, 3)))
 
 
+def test_a_group_for_all(of_ranks):
+    assert of_ranks["one_group_for_all"] == [(["0", "1", "2"], [0, 0, 0, 1])] * WORLD
+
+
 def test_evaluation_does_not_communicate(of_ranks):
     expected = module(ms.BatchNorm2d).eval()(batch()[0])
     assert [count for count, _ in of_ranks["evaluation"]] == [0] * WORLD
@@ -277,6 +313,15 @@ def test_evaluation_does_not_communicate(of_ranks):
 def test_double_backward_is_refused(of_ranks):
     for message in of_ranks["double_backward"]:
         assert message == "memsave_ext.SyncBatchNorm does not support double backward"
+
+
+def test_transforms_know_one_process_alone(of_ranks):
+    x = batch()[0].requires_grad_()
+    (expected,) = torch.autograd.grad(module(ms.BatchNorm2d).eval()(x).square().sum(), x)
+    for messages, grad in of_ranks["under_transforms"]:
+        assert messages.keys() == {"grad", "jvp", "export"}
+        assert all("which take the statistics of one process" in m for m in messages.values())
+        torch.testing.assert_close(grad, expected)
 
 
 def test_a_process_outside_of_the_group(of_ranks):

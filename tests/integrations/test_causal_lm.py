@@ -159,6 +159,11 @@ def test_models_that_are_refused():
         ms.patch_causal_lm(model)
     patch.remove()
     ms.patch_causal_lm(model).remove()
+    head = model.lm_head
+    head.forward = own = lambda x: torch.nn.functional.linear(3 * x, head.weight)
+    with pytest.raises(TypeError, match="has output embeddings with a forward of their own"):
+        ms.patch_causal_lm(model)
+    assert head.forward is own
 
 
 def test_a_forward_that_raises_leaves_no_trace():

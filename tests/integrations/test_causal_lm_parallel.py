@@ -5,6 +5,7 @@ import torch.distributed as dist
 from libraries import library
 from ranks import run_ranks, whole
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -50,6 +51,39 @@ def stepped(head=None, **options):
     if head == "tokens are sharded":  # of the rest each rank has the gradient of its tokens
         return [*found, *whole([model.lm_head.weight.grad])]
     return [*found, *whole([p.grad for p in model.parameters()])]
+
+
+def head_of_its_own(**options):
+    """What a model says whose head FSDP2 shards by itself."""
+    transformers = library("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=301, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).train()
+    ids = torch.randint(301, (2, 10), generator=torch.Generator().manual_seed(0))
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model.lm_head, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh)
+    losses = [model(input_ids=ids, labels=ids).loss.item()]
+    ms.patch_causal_lm(model)
+    try:
+        losses.append(model(input_ids=ids, labels=ids).loss.item())
+    except RuntimeError as error:
+        return str(error)
+    return losses
+
+
+def heads_of_their_own():
+    return head_of_its_own(), head_of_its_own(reshard_after_forward=False)
+
+
+def test_a_head_that_is_sharded_by_itself():
+    library("transformers")
+    for freed, (plain, patched) in run_ranks(2, [heads_of_their_own])["heads_of_their_own"]:
+        assert "has freed the weight of its head, which FSDP2 shards by itself" in freed
+        assert abs(plain - patched) < 1e-5
 
 
 def parallel():

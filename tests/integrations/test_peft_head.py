@@ -373,3 +373,22 @@ def test_what_is_a_head():
     assert lm_heads.has_lora(head) and not lm_heads.is_linear(head)
     assert lm_heads.is_linear(head.base_layer) and not lm_heads.has_lora(head.base_layer)
     assert not lm_heads.has_lora(None)
+
+
+def test_a_disabled_copy_of_the_head():
+    """The head that was there before it is used, with its logits."""
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(plain(), config).train()
+    with model.disable_adapter(), torch.no_grad():
+        expected = model(input_ids=IDS, labels=LABELS)
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(20)
+    with_copy = model(input_ids=IDS, labels=LABELS).loss
+    assert (with_copy - expected.loss).abs() > 1e-3
+    ms.patch_causal_lm(model)
+    with model.disable_adapter(), torch.no_grad():
+        found = model(input_ids=IDS, labels=LABELS)
+    assert torch.equal(found.loss, expected.loss) and torch.equal(found.logits, expected.logits)
+    again = model(input_ids=IDS, labels=LABELS)
+    assert again.logits is None
+    torch.testing.assert_close(again.loss, with_copy)

@@ -262,3 +262,28 @@ def test_wrong_arguments(change, error, text):
     given = dict(zip(names, case(classes=30)[:4], strict=True))
     with pytest.raises(error, match=text):
         ms.linear_kl(**{**given, **change})
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("masked", ["both", "student"])
+def test_masked_classes_by_torchs_operators(beta, masked):
+    """Their gradients are 0, whoever computes them."""
+    x, w, tx, tw, b, tb = case(torch.float32, bias=True)
+    x, w, tx, tw, b, tb = (t.detach().float() for t in (x, w, tx, tw, b, tb))
+    b[100:200] = -torch.inf
+    if masked == "both":
+        tb[100:200] = -torch.inf
+    elif beta == 0:
+        pytest.skip("infinitely far from the teacher")
+
+    def kl(x):
+        return ms.linear_kl(x, w, tx, tw, b, tb, beta=beta).sum()
+
+    x.requires_grad_()
+    (expected,) = torch.autograd.grad(kl(x), x)
+    assert expected.isfinite().all() and expected.any()
+    found = [torch.autograd.grad(kl(x), x, create_graph=True)[0], torch.func.grad(kl)(x.detach())]
+    for grad in found:
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4)
+    (second,) = torch.autograd.grad(found[0].square().sum(), x)
+    assert second.isfinite().all()

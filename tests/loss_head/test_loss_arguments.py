@@ -50,6 +50,10 @@ def test_a_module_for_a_weight():
         ms.linear_cross_entropy(x, head, t)
     with pytest.raises(TypeError, match="target must be a tensor, got list$"):
         ms.linear_cross_entropy(x, head.weight, [0, 1, 2])
+    with pytest.raises(TypeError, match="linear_bias must be a tensor, got Linear"):
+        ms.linear_cross_entropy(x, head.weight, t, linear_bias=head)
+    with pytest.raises(TypeError, match="^weight must be a tensor, got list$"):
+        ms.linear_cross_entropy(x, head.weight, t, weight=[1.0] * 5)
 
 
 @pytest.mark.parametrize("probabilities", [False, True], ids=["indices", "probabilities"])
@@ -65,10 +69,10 @@ def test_batches_of_sequences(probabilities):
 
 def test_own_options_are_checked():
     x, w, t = problem(3, 4, 5)
-    for softcap in (0, -1.0, float("nan")):
+    for softcap in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="softcap must be a positive number or None"):
             ms.linear_cross_entropy(x, w, t, softcap=softcap)
-    for size in (0, 100, -256):
+    for size in (0, 100, -256, 256.0):
         with pytest.raises(ValueError, match="chunk_size must be a positive multiple of 256"):
             ms.linear_cross_entropy(x, w, t, chunk_size=size)
     for ignored in (True, 1.5, "1"):

@@ -139,3 +139,18 @@ def test_compiled():
 
     found = gradients(step(x, w, t), (x, w))
     assert_equal(found, gradients(chunked(x * 2, w, t) + 1, (x, w)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_graph_of_gradients_in_autocast(dtype):
+    """A GradScaler's scale is infinite in float16; a weight of the classes stays float32."""
+    x, w, t = problem(16, 8, 300)
+    weight = torch.rand(300)
+    with torch.autocast("cpu", dtype):
+        loss = chunked(0.1 * x, 0.1 * w, t, weight=weight) * 65536
+    expected = torch.autograd.grad(loss, (x, w), retain_graph=True)
+    found = torch.autograd.grad(loss, (x, w), create_graph=True)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=20.0)
+    assert all(grad.isfinite().all() and grad.abs().max() > 10 for grad in found)
+    (1e-4 * found[0].square().sum()).backward()
+    assert w.grad.isfinite().all()
