@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <iterator>
 #include <utility>
@@ -114,7 +115,11 @@ void Backward::fail() {
       }
       bucket.waiting.clear();
     }
-    collector_->wait_for_streams_beside();
+    try {
+      collector_->wait_for_streams_beside();
+    } catch (const std::exception&) {
+      // The device has failed, of which others will tell: a destructor calls this.
+    }
     if (stepped_ > 0) tell_failure();
   }
   try {

@@ -189,9 +189,11 @@ void check_device(c10::Device device) {
 #ifdef MEMSAVE_EXT_WITH_CUDA
   if (device.is_cuda()) return;
 #endif
-  TORCH_CHECK(device.is_cpu() || device.is_meta(),
-              "memsave_ext: this build of memsave_ext has no kernel for ", device.type(),
-              " (python -m memsave_ext.report says what was built). Use torch's optimizer there.");
+  TORCH_CHECK(
+      device.is_cpu() || device.is_meta(),
+      "memsave_ext: this build of memsave_ext has no kernel for ", device.type(),
+      " (python -m memsave_ext.report says what was built). Use torch's optimizer there",
+      device.is_cuda() ? ", or set MEMSAVE_EXT_DISABLE=adam.cuda for torch's operators." : ".");
 }
 
 void check_dense(const Tensor& grad, Rule rule) {

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <mutex>
 
 namespace memsave_ext::checkpoint {
@@ -120,6 +121,14 @@ RngGuard::RngGuard(const RngState& state) : outer_(state.devices_) {
               "(torch.cuda.make_graphed_callables makes two), or draw no random numbers in it.");
   if (captured) graph_.emplace(*state.graph_);
   state.restore(outer_.cuda_);
+}
+
+RngGuard::~RngGuard() {
+  try {
+    outer_.restore();
+  } catch (const std::exception&) {
+    // The device has failed, of which others will tell.
+  }
 }
 
 #ifndef MEMSAVE_EXT_WITH_CUDA

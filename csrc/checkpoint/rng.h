@@ -125,7 +125,7 @@ class RngState {
 class RngGuard {
  public:
   explicit RngGuard(const RngState& state);
-  ~RngGuard() { outer_.restore(); }
+  ~RngGuard();
   RngGuard(const RngGuard&) = delete;
   RngGuard& operator=(const RngGuard&) = delete;
 

@@ -137,7 +137,7 @@ class InHostMemory final : public Away {
   ~InHostMemory() override {
     try {
       (void)take_source();
-      if (into_) last_.over->block(*into_on_);
+      if (into_ && !is_capturing(shared_->device)) last_.over->block(*into_on_);
     } catch (const std::exception&) {
       // The device has failed, of which others will tell.
     }
@@ -165,10 +165,11 @@ class InHostMemory final : public Away {
   }
 
   // The stream that made it waits, on which its memory will be used again, and the current one,
-  // which may be about to write it.
+  // which may be about to write it. A stream that is captured cannot wait for what came before, nor
+  // need it: captures begin when all is done, and take none of this memory.
   void wait_until_out() override {
     const HostLock lock(shared_->mutex);
-    if (is_over_) return;
+    if (is_over_ || is_capturing(shared_->device)) return;
     const c10::Stream current = *current_stream(shared_->device);
     if (current != made_on_) out_.block(current);
     if (!std::exchange(is_waited_for_, true)) out_.block(made_on_);

@@ -1,6 +1,7 @@
 #include "store/store.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 #include <vector>
 
@@ -34,7 +35,13 @@ void empty_trash() {
     gone.swap(trash);
     any_trash = false;
   }
-  for (const auto& away : gone) (void)away->take_source();  // one that waits is not copied any more
+  for (const auto& away : gone) {
+    try {
+      (void)away->take_source();  // one that waits is not copied any more
+    } catch (const std::exception&) {
+      // The device has failed, of which others will tell: destructors call this.
+    }
+  }
 }
 
 void Meter::add(int64_t bytes, double seconds) {

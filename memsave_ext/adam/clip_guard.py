@@ -25,7 +25,8 @@ class NothingToClip(RuntimeError):
     """Gradients that are to be clipped are gone."""
 
 
-_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+# By id: a thread may look at all of them, which a WeakSet lets it not, while another adds one.
+_optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _guarded: set[str] = set()
 
 
@@ -35,18 +36,21 @@ def watch(optimizer: Any) -> None:
     _guard("_clip_grads_with_norm_", "clip_grad_norm_", "max_norm")
     _guard("clip_grad_value_", "clip_grad_value_", "clip_value")
     _guard_timm()
-    _optimizers.add(optimizer)
+    _optimizers[id(optimizer)] = optimizer
 
 
 def forget(optimizer: Any) -> None:
     """Undoes :func:`watch`."""
-    _optimizers.discard(optimizer)
+    _optimizers.pop(id(optimizer), None)
 
 
 def _check(name: str, params: list[Tensor], limit: float) -> None:
     if limit == math.inf:  # the caller only wants to know the norm
         return
-    for optimizer in _optimizers:
+    for reference in _optimizers.valuerefs():
+        optimizer = reference()
+        if optimizer is None:
+            continue
         if optimizer._stepping_thread == threading.get_ident():  # its own step() clips
             continue
         if count := optimizer._stepper.count_used(params):

@@ -77,7 +77,12 @@ class StepReduced:
     ) -> None:
         self._set_reduction(hook, state)
         self._optimizer, self._params = weakref.ref(optimizer), {id(p): p for p in params}
-        self.stepper.hand_to_ddp(list(params), True)
+        self.tell_hooks()
+
+    def tell_hooks(self) -> None:
+        """Tells the parameters' hooks, which may be new, that ``ddp`` reduces the gradients."""
+        if (stepper := self.stepper) is not None:
+            stepper.hand_to_ddp(list(self._params.values()), True)
 
     def detach(self) -> None:
         if (stepper := self.stepper) is not None:

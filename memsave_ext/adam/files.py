@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..elsewhere.gradient import is_dense
 from ..store.file import Region
 from ..store.folder import absolute_folder
 from ..store.host import refuse_capture
@@ -132,10 +133,13 @@ class Files(Place):
             self._spare.append(buffer)
 
     def has(self, tensor: Tensor) -> bool:
-        return self._region_of(tensor) is not None
+        return tensor.nbytes >= self.smallest and self._mapped.has(tensor)
 
     def _region_of(self, tensor: Tensor) -> Region | None:
-        return None if tensor.nbytes < self.smallest else self._mapped.region_of(tensor)
+        """Returns where the bytes of a state are; None for one that is not all of a piece of
+        memory, which is used where it is mapped."""
+        is_piece = tensor.is_contiguous() or is_dense(tensor)
+        return self._mapped.region_of(tensor) if is_piece and self.has(tensor) else None
 
     def _read_ahead(self, regions: list[Region]) -> None:
         """Has the kernel read what is fetched next, as far as it is not in memory."""

@@ -66,7 +66,9 @@ class _Trial:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._kind: Any = type(optimizer)
-        self._attributes = optimizer.__dict__
+        left_out = ("state", "param_groups")  # which have one parameter's size, or all of them
+        self._attributes = {k: v for k, v in optimizer.__dict__.items() if k not in left_out}
+        self._state = optimizer.state
         self.groups: list[dict[str, Any]] = []
         self._like: list[list[Tensor]] = []
         self._with_states = False
@@ -81,9 +83,7 @@ class _Trial:
         try:
             return [self.run(alone=False), self.run(alone=True)]
         except Exception:
-            self._with_states = any(
-                self._attributes["state"].get(p) for like in self._like for p in like
-            )
+            self._with_states = any(self._state.get(p) for like in self._like for p in like)
             if not self._with_states:
                 raise
         return [self.run(alone=False), self.run(alone=True)]
@@ -97,10 +97,10 @@ class _Trial:
         if self._with_states:
             for listed, likes in zip(params, self._like, strict=True):
                 for param, like in zip(listed, likes, strict=True):
-                    state[param] = _cut(self._attributes["state"].get(like, {}))
+                    state[param] = _cut(self._state.get(like, {}))
         attributes = {**_copies(self._attributes), "state": state}
         groups = [
-            {**_copies(group), "params": listed}
+            {**_copies({k: v for k, v in group.items() if k != "params"}), "params": listed}
             for group, listed in zip(self.groups, params, strict=True)
         ]
         devices = {p.device for listed in params for p in listed if p.device.type == "cuda"}
@@ -152,16 +152,26 @@ def _made(like: Tensor, number: int) -> Tensor:
 
 
 def _copies(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the same with copies of tensors, which a step could change in place."""
-    return {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in fields.items()
-    }
+    """Returns the same with copies of what a step could change in place."""
+    return {name: _copy(value) for name, value in fields.items()}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) is list:
+        return [_copy(item) for item in value]
+    return _copies(value) if type(value) is dict else value
 
 
 def _numbers(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns what can be compared between two trials, whose parameters are not the same."""
+    kinds = (int, float, Tensor, list)
     return {
-        name: value for name, value in fields.items() if isinstance(value, (int, float, Tensor))
+        name: value
+        for name, value in fields.items()
+        if isinstance(value, kinds)
+        or (isinstance(value, dict) and all(isinstance(key, str) for key in value))
     }
 
 

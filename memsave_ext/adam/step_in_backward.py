@@ -165,11 +165,16 @@ class InBackward(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._in_backward and (lost := self._stepper.lost()):
+        if self._in_backward:
+            lost = self._stepper.lost()
+        else:
+            lost = [] if self._gradients is None else self._gradients.lost(self)
+        if lost:
             self._attach(lost)
+            does = "are stepped in backward" if self._in_backward else "have gradients elsewhere"
             warn(
-                f"memsave_ext: {len(lost)} parameters had lost their hook, with which they are "
-                "stepped in backward (their tensors were swapped, or something replaced the hook). "
+                f"memsave_ext: {len(lost)} parameters had lost their hook, with which they {does} "
+                "(the parameters or their tensors were replaced, or something replaced the hook). "
                 "The hooks are attached again, and this step uses the gradients in .grad.",
                 RuntimeWarning,
             )
@@ -230,6 +235,8 @@ class InBackward(torch.optim.Optimizer):
             return
         bring_back(params)
         self._stepper.attach(params)
+        for reduction in self._reductions:
+            reduction.tell_hooks()
         clip_guard.watch(self)
 
     def _check_not_orphaned(self) -> None:

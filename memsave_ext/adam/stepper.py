@@ -149,17 +149,18 @@ class Stepper:
             batches = collector.remaining("never" if max_norm > 0 else self._asks(scale))
             if max_norm > 0:
                 self._clip(batches, max_norm, scale)
-            stepped = 0
+            done: list[Any] = []
             try:
                 for batch in batches:
                     self._step(batch, scale)
-                    stepped += len(batch)
+                    done.append(batch)
             except BaseException:
-                if stepped:
+                if done:
                     self._handle(Event.STEPPED)
                 raise
-            collector.drop_used(batches)
-            return stepped + self._end_step(Event.END_STEP)
+            finally:
+                collector.drop_used(done)
+            return sum(map(len, done)) + self._end_step(Event.END_STEP)
 
     def zero_grad(self, to_none: bool) -> None:
         if to_none:

@@ -63,7 +63,8 @@ class Values:
         """Returns them in new memory, or where they are here for good, in that."""
         if self.here is not None:
             return self.here.detach()
-        with torch.no_grad():
+        # In inference mode it would stay a tensor that cannot be written to afterwards.
+        with torch.inference_mode(False), torch.no_grad():
             got = torch.empty_like(self._like, device=self._device)
             self._kept.read(_bytes_of(got))
             for factor, made_on in self._factors:

@@ -59,7 +59,7 @@ class Gradients:
             OSError: there is no room for them.
             ValueError: a parameter is on another device.
         """
-        params = [param for param in params if id(param) not in self._handles]
+        params = [param for param in params if owner(param) is not optimizer]
         self._keeper.check(_real(params))
         # Room that those of before have given back is theirs.
         every = [p for group in optimizer.param_groups for p in group["params"]]
@@ -72,6 +72,12 @@ class Gradients:
             handle = param.requires_grad_().register_post_accumulate_grad_hook(hook)
             param.requires_grad_(required)
             self._handles[id(param)] = handle
+
+    def lost(self, optimizer: Any) -> list[Tensor]:
+        """Returns the optimizer's parameters that have no hook, as where they were replaced."""
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        may_leave = (p for p in every if p.is_floating_point() or p.is_complex())
+        return [p for p in may_leave if owner(p) is not optimizer] if self.attached else []
 
     def detach(self) -> None:
         """Leaves later gradients in memory."""
@@ -168,8 +174,8 @@ def _hook(
 def owner(param: Tensor) -> Any:
     """Returns the optimizer whose gradient of ``param`` leaves in backward, or None."""
     for hook in (param._post_accumulate_grad_hooks or {}).values():
-        if hasattr(hook, _MARK):
-            return getattr(hook, _MARK)()
+        if hasattr(hook, _MARK) and (found := getattr(hook, _MARK)()) is not None:
+            return found
     return None
 
 

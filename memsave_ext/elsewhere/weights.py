@@ -119,6 +119,9 @@ class Weights:
     def remove(self) -> None:
         """Has all weights in memory again. May be called twice.
 
+        Each gets memory of its own: what has had a weight's memory meanwhile, as a ``state_dict()``
+        or a parameter that was tied to it by ``.data``, keeps that, with the values of this moment.
+
         Raises:
             RuntimeError: there is no memory for them. Those that had room are in memory.
         """

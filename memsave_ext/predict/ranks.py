@@ -178,8 +178,8 @@ def _shard(model: nn.Module, optimizer: Optimizer | None) -> None:
             "predict: the optimizer that build returns has states already, of whole parameters: "
             "leave the steps to the function that makes one"
         )
-    steps_in_backward = isinstance(optimizer, InBackward) and optimizer.in_backward
-    if steps_in_backward:
+    has_hooks = isinstance(optimizer, InBackward) and optimizer._takes_gradients
+    if has_hooks:
         optimizer.remove_hooks()  # type: ignore[union-attr]
     before = dict(model.named_parameters(remove_duplicate=False))
     for block in blocks_of(model):
@@ -189,7 +189,7 @@ def _shard(model: nn.Module, optimizer: Optimizer | None) -> None:
     shards = {id(p): after[name] for name, p in before.items()}
     for group in () if optimizer is None else optimizer.param_groups:
         group["params"] = [shards.get(id(p), p) for p in group["params"]]
-    if steps_in_backward:
+    if has_hooks:
         optimizer.renew_hooks()  # type: ignore[union-attr]
 
 

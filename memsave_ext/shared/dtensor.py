@@ -165,6 +165,7 @@ def _shards_along_dims(param: Any) -> list[int]:
     """Returns the number of shards along each dimension of ``param``."""
     shards = [1] * param.dim()
     for size, placement in zip(param.device_mesh.shape, param.placements, strict=True):
-        if not placement.is_replicate():
-            shards[placement.dim] *= size
+        dim = getattr(placement, "dim", None)  # a replica has none, nor a part of a sum
+        if dim is not None:
+            shards[dim] *= size
     return shards

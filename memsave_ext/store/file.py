@@ -11,7 +11,6 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from torch import Tensor
 from .host import staging
 
 _PAGE = mmap.PAGESIZE
+_MOST_AHEAD = 1 << 30  # bytes
 
 
 @dataclass(eq=False)
@@ -64,8 +64,8 @@ class File:
         self._opened: _Descriptor | None = None
         self._process = os.getpid()
         self._size = 0
-        self._room: list[Region] = []  # what was never taken
-        self._free: dict[int, list[Region]] = {}  # what was given back, by size
+        self._room: list[Region] = []  # what was taken of the disk ahead
+        self._free: dict[int, list[Region]] = {}  # what was reserved or given back, by size
 
     def reserve(self, nbytes: Iterable[int]) -> None:
         """Takes room on the disk for so many bytes each, beyond what is taken now.
@@ -73,12 +73,20 @@ class File:
         Raises:
             OSError: the disk is full.
         """
-        sizes = Counter(map(_whole_pages, nbytes))
-        for size, regions in list(self._free.items()):
-            sizes[size] -= len(regions)
-        needed = sum(size * count for size, count in sizes.items() if count > 0)
-        if (more := needed - sum(region.size for region in self._room)) > 0:
-            self._extend(more)
+        free = {size: len(regions) for size, regions in list(self._free.items())}
+        missing = []
+        for size in map(_whole_pages, nbytes):
+            if free.get(size, 0) > 0:
+                free[size] -= 1
+            else:
+                missing.append(size)
+        if not missing:
+            return
+        room = self._extend(sum(missing))
+        # Cut at once: cut when they are taken, large ones would find what small ones have left.
+        cut = [_cut(room, size) for size in missing]
+        for region in reversed(cut):  # the first one is taken first
+            self._free.setdefault(region.size, []).append(region)
 
     def take(self, nbytes: int) -> Region:
         """Returns a region of at least so many bytes.
@@ -91,10 +99,9 @@ class File:
             return self._free[size].pop()
         room = next((region for region in self._room if region.size >= size), None)
         if room is None:
-            self._extend(size)
-            room = self._room[-1]
-        taken = Region(room.mapping, room.start, room.offset, size)
-        room.start, room.offset, room.size = room.start + size, room.offset + size, room.size - size
+            room = self._extend_ahead(size)
+            self._room.append(room)
+        taken = _cut(room, size)
         if room.size == 0:
             self._room.remove(room)
         return taken
@@ -156,17 +163,34 @@ class File:
                 "process that trains."
             )
 
-    def _extend(self, size: int) -> None:
+    def _extend_ahead(self, size: int) -> Region:
+        """Takes so much more, and where there is room as much again as there is: each mapping has
+        a descriptor of its own, of which a process has some thousand."""
+        ahead = min(self._size, _MOST_AHEAD)
+        if ahead > size:
+            with contextlib.suppress(OSError):
+                return self._extend(ahead)
+        return self._extend(size)
+
+    def _extend(self, size: int) -> Region:
         """Takes more of the disk, so that no later write finds it full."""
         self.check_process()
         descriptor = self.descriptor()
         try:
             os.posix_fallocate(descriptor, self._size, size)
         except OSError as error:
+            with contextlib.suppress(OSError):  # ext4 keeps what it has found until it was full
+                os.ftruncate(descriptor, self._size)
             raise self._failed(error, f"no room for {size:,} bytes of {self._content}") from None
-        mapping = mmap.mmap(descriptor, size, offset=self._size)
-        self._room.append(Region(mapping, 0, self._size, size))
+        try:
+            mapping = mmap.mmap(descriptor, size, offset=self._size)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, self._size)
+            raise self._failed(error, f"cannot map {self._content}") from None
+        made = Region(mapping, 0, self._size, size)
         self._size += size
+        return made
 
     def _failed(self, error: OSError, what: str) -> OSError:
         return OSError(error.errno, f"{self._name}: {what}: {error.strerror}")
@@ -178,7 +202,10 @@ class File:
         memory = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
         done = 0
         while done < len(memory):
-            count = call(descriptor, [memory[done:]], region.offset + start + done)
+            try:
+                count = call(descriptor, [memory[done:]], region.offset + start + done)
+            except OSError as error:
+                raise self._failed(error, f"cannot read or write {self._content}") from None
             if count == 0:
                 raise OSError(
                     f"{self._name}: the file of {self._content} has been cut short by another "
@@ -207,6 +234,13 @@ class _Descriptor:
         except OSError:
             return None
         return found.st_dev, found.st_ino
+
+
+def _cut(room: Region, size: int) -> Region:
+    """Returns the first part of ``room``, which begins behind it then."""
+    taken = Region(room.mapping, room.start, room.offset, size)
+    room.start, room.offset, room.size = room.start + size, room.offset + size, room.size - size
+    return taken
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -83,8 +83,6 @@ class FileKeeper(Keeper):
 
     def _room(self, values: Tensor) -> Kept:
         self._file.check_process()
-        if values.is_cuda:
-            refuse_capture(self.name)
         with self._lock:
             region = self._file.take(values.nbytes)
         return _InFile(self, region)
@@ -96,19 +94,24 @@ class FileKeeper(Keeper):
 
 class _InFile(Kept):
     def __init__(self, keeper: FileKeeper, region: Region) -> None:
-        self._file, self._region = keeper._file, region
+        self._file, self._region, self._name = keeper._file, region, keeper.name
         weakref.finalize(self, keeper.give_back, region).atexit = False
 
     def write(self, values: Tensor) -> None:
-        self._file.check_process()
+        self._check(values)
         self._file.put(self._region, values)
 
     def read(self, into: Tensor) -> None:
-        self._file.check_process()
+        self._check(into)
         self._file.get(self._region, into)
 
     def read_ahead(self) -> None:
         self._file.read_ahead(self._region)
+
+    def _check(self, tensor: Tensor) -> None:
+        self._file.check_process()
+        if tensor.is_cuda:
+            refuse_capture(self._name)
 
 
 class HostKeeper(Keeper):
@@ -119,16 +122,18 @@ class HostKeeper(Keeper):
 
     def _room(self, values: Tensor) -> Kept:
         refuse_capture(self.name)
-        return _InHostMemory(values)
+        return _InHostMemory(self.name, values)
 
 
 class _InHostMemory(Kept):
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, name: str, like: Tensor) -> None:
+        self._name = name
         self._there = torch.empty(like.nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         self._streams = copy_streams(like.device)
         self._written = torch.cuda.Event()
 
     def write(self, values: Tensor) -> None:
+        refuse_capture(self._name)
         out = self._streams.out
         out.wait_stream(torch.cuda.current_stream(values.device))
         with torch.cuda.stream(out):
@@ -137,5 +142,6 @@ class _InHostMemory(Kept):
         values.record_stream(out)
 
     def read(self, into: Tensor) -> None:
+        refuse_capture(self._name)
         torch.cuda.current_stream(into.device).wait_event(self._written)
         into.copy_(self._there, non_blocking=True)

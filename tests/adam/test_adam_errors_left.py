@@ -27,6 +27,25 @@ def test_a_step_that_raised_leaves_nothing_to_later_backwards():
     assert not params[0].any() and torch.equal(params[1], torch.ones(3))
 
 
+class FailsOnMeta(torch.optim.SGD):
+    def step(self, closure=None):
+        if any(p.is_meta for group in self.param_groups for p in group["params"]):
+            raise ArithmeticError("no")
+        return super().step(closure)
+
+
+def test_a_step_that_raised_on_one_device_has_used_the_gradients_of_others():
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device="meta"))]
+    optimizer = ms.in_backward(FailsOnMeta(params, lr=1.0))
+    with optimizer.accumulate():
+        for param in params:
+            param.sum().backward()
+    with pytest.raises(ArithmeticError, match="no"):
+        optimizer.step()
+    assert not params[0].any()
+    assert params[0].grad is None and params[1].grad is not None
+
+
 def test_a_backward_that_raises_at_the_recursion_limit():
     params, optimizer = make(small_bytes=0)
 

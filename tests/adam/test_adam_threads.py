@@ -1,5 +1,7 @@
 """Steps give the same bits for any number of threads."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -66,3 +68,27 @@ def test_the_same_bits_for_any_number_of_threads(options):
     for other in others:
         for left, right in zip(expected, other, strict=True):
             torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+def test_clipping_while_another_thread_makes_optimizers():
+    def new():
+        return ms.SGD([nn.Parameter(torch.ones(4))], lr=0.1, in_backward=True)
+
+    kept, errors, stop = [new() for _ in range(300)], [], threading.Event()
+
+    def clip():
+        param = nn.Parameter(torch.ones(4))
+        param.grad = torch.ones(4)
+        while not stop.is_set():
+            try:
+                nn.utils.clip_grad_norm_([param], 1.0)
+            except RuntimeError as error:
+                errors.append(error)
+                return
+
+    thread = threading.Thread(target=clip)
+    thread.start()
+    kept += [new() for _ in range(1500)]
+    stop.set()
+    thread.join()
+    assert not errors

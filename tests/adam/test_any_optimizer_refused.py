@@ -1,5 +1,7 @@
 """Optimizers that cannot be stepped parameter by parameter, and wrong arguments."""
 
+import copy
+
 import pytest
 import torch
 from own_steps import model
@@ -17,6 +19,20 @@ class CountsForAll(torch.optim.SGD):
 
     def step(self, closure=None):
         self.k += 1
+        return super().step(closure)
+
+
+class CountsInside(torch.optim.SGD):
+    """Its numbers are in a dict and a list."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.counts = {"of": {"steps": 0}}
+        self.log = []
+
+    def step(self, closure=None):
+        self.counts["of"]["steps"] += 1
+        self.log.append(torch.zeros(()))
         return super().step(closure)
 
 
@@ -69,6 +85,7 @@ def replaced():
         (lambda: torch.optim.LBFGS(params()), "LBFGS needs the argument closure"),
         (lambda: torch.optim.SparseAdam(params()), "SparseAdam does not support dense gradients"),
         (lambda: CountsForAll(params(), lr=0.1), "'k' differs.*counts steps for all parameters"),
+        (lambda: CountsInside(params(), lr=0.1), "'counts' differs.*counts steps for all param"),
         (lambda: Adapts(params(), lr=0.1), "'d' differs.*it needs all gradients"),
         (lambda: ClipsAll(params(), lr=0.1), "it needs all gradients"),
         (lambda: NeedsAClosure(params(), lr=0.1), "trying that raised: a closure is needed"),
@@ -91,10 +108,12 @@ def replaced():
 def test_refused(make, says):
     optimizer = make()
     kind, attributes = type(optimizer), dict(optimizer.__dict__)
+    inside = copy.deepcopy(getattr(optimizer, "counts", None)), len(getattr(optimizer, "log", []))
     random = torch.get_rng_state()
     with pytest.raises(ValueError, match=says):
         ms.in_backward(optimizer)
     assert type(optimizer) is kind and optimizer.__dict__ == attributes
+    assert inside == (getattr(optimizer, "counts", None), len(getattr(optimizer, "log", [])))
     assert torch.equal(torch.get_rng_state(), random)
     assert all("d" not in group for group in optimizer.param_groups)
 

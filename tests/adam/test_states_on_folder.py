@@ -650,3 +650,37 @@ def test_room_for_a_group_that_is_added_before_a_step(tmp_path):
     (first.sum() + second.sum()).backward()
     optimizer.step()
     assert file._size == 4 * first.nbytes
+
+
+def test_a_small_state_that_comes_first_takes_no_room_of_large_ones(tmp_path):
+    large, small = nn.Parameter(torch.ones(1024, 1024)), nn.Parameter(torch.ones(256, 256))
+    optimizer = ms.AdamW([large], in_backward=True, states_on=tmp_path)
+    optimizer.add_param_group({"params": [small]})
+    file = optimizer.param_groups[0]["states_on"].file
+    size = file._size
+    small.sum().backward()
+    large.sum().backward()
+    optimizer.step()
+    assert file._size == size == 2 * (large.nbytes + small.nbytes)
+
+
+def test_states_that_are_slices(tmp_path):
+    """As where inputs of a layer are pruned, with their states."""
+    found = []
+    for folder in (None, tmp_path):
+        torch.manual_seed(0)
+        param, by = nn.Parameter(torch.randn(512, 512)), torch.randn(512, 512)
+        optimizer = ms.AdamW([param], lr=0.1, states_on=folder)
+        (param * by).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pruned = nn.Parameter(param.detach()[:, :256].clone())
+        state = optimizer.state.pop(param)
+        optimizer.state[pruned] = {n: v if n == "step" else v[:, :256] for n, v in state.items()}
+        optimizer.param_groups[0]["params"] = [pruned]
+        for _ in range(2):
+            (pruned * by[:, :256]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(pruned.detach())
+    assert torch.equal(*found)

@@ -1,5 +1,6 @@
 """Adam stepped in backward under DistributedDataParallel, on gloo ranks."""
 
+import collections
 import contextlib
 from dataclasses import dataclass, field
 
@@ -98,6 +99,16 @@ def own_hook():
     return result
 
 
+def lost_hook():
+    ddp = DistributedDataParallel(used_always(Net()))
+    optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
+    optimizer.attach(ddp)
+    ddp.module.last.weight._post_accumulate_grad_hooks = collections.OrderedDict()
+    with pytest.warns(RuntimeWarning, match="1 parameters had lost their hook"):
+        optimizer.step()
+    return train(ddp, optimizer)
+
+
 def reducer_that_writes():
     """As where torch has no way to keep the reducer from it."""
     ddp = DistributedDataParallel(used_always(Net()), gradient_as_bucket_view=True)
@@ -149,8 +160,8 @@ def micro_batches_by_condition():
 
 
 WHOLE_BATCH = [
-    optimizer_after_ddp, optimizer_before_ddp, many_buckets, own_hook, reducer_that_writes,
-    micro_batches, micro_batches_by_condition,
+    optimizer_after_ddp, optimizer_before_ddp, many_buckets, own_hook, lost_hook,
+    reducer_that_writes, micro_batches, micro_batches_by_condition,
 ]  # fmt: skip
 
 

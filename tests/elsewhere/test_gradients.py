@@ -702,3 +702,34 @@ def test_room_that_was_given_back_is_not_promised_twice(tmp_path):
     assert file._size == size + first.nbytes
     (first.sum() + second.sum()).backward()
     assert file._size == size + first.nbytes
+
+
+def test_in_inference_mode_it_can_be_viewed(tmp_path):
+    net = network()
+    _optimizer = ms.AdamW(net.parameters(), grads_on=tmp_path)  # whose hooks go with it
+    backward(net)
+    assert elsewhere(net) == 3
+    expected = net[2].weight.grad.clone()
+    with torch.inference_mode():
+        assert torch.equal(net[2].weight.grad.view(-1), expected.view(-1))
+        net[4].weight.grad.numpy()
+    for layer in (net[2], net[4]):
+        layer.weight.grad[0].zero_()
+        assert not layer.weight.grad[0].any() and layer.weight.grad[1].any()
+
+
+def test_a_parameter_that_was_replaced_is_found_again(tmp_path):
+    net = nn.Linear(256, 256, bias=False)
+    optimizer = ms.AdamW(net.parameters(), grads_on=tmp_path)
+    net.weight = nn.Parameter(torch.ones(256, 256))
+    optimizer.param_groups[0]["params"] = [net.weight]
+    net(torch.ones(2, 256)).sum().backward()
+    assert type(net.weight.grad) is torch.Tensor
+    with pytest.warns(RuntimeWarning, match="1 parameters had lost their hook.*gradients elsewhe"):
+        optimizer.step()
+    assert not torch.equal(net.weight, torch.ones(256, 256))
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.ones(2, 256)).sum().backward()
+        assert isinstance(net.weight.grad, GradientElsewhere)
+        optimizer.step()

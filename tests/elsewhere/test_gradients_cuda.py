@@ -71,8 +71,12 @@ def test_graphs_are_refused(place):
     net = network()
     optimizer = ms.AdamW(net.parameters(), grads_on=place)
     train(net, optimizer)
-    with (
-        pytest.raises(RuntimeError, match="grads_on=.*cannot be captured in a CUDA graph"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        net(torch.ones(8, 128, device="cuda")).square().mean().backward()
+    x = torch.ones(8, 128, device="cuda")
+    for captured in (lambda: net(x).square().mean().backward(), optimizer.step):
+        with (
+            pytest.raises(RuntimeError, match="grads_on=.*cannot be captured in a CUDA graph"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            captured()
+        optimizer.zero_grad()
+        net(x).square().mean().backward()  # kept before the step is captured

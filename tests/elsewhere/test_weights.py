@@ -754,3 +754,13 @@ def test_a_parameter_that_a_module_returns_has_no_hooks(tmp_path):
         net().sum().backward()
     assert not net.queries._backward_hooks
     handle.remove()
+
+
+def test_many_weights_that_are_built_take_few_descriptors(tmp_path):
+    def build():
+        return nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(300)])
+
+    before = len(os.listdir("/proc/self/fd"))
+    handle = ms.weights_on(build, tmp_path)
+    assert all(map(is_mapped, handle.model.parameters()))
+    assert len(os.listdir("/proc/self/fd")) - before < 30

@@ -1,6 +1,7 @@
 """The file of a store: its parts, its errors, and nothing that is left behind."""
 
 import errno
+import itertools
 import os
 import sys
 
@@ -42,8 +43,74 @@ def test_what_was_freed_is_taken_again(file):
     file.reserve([5000])  # is there
     assert os.fstat(file.descriptor()).st_size == size == 16384
     file.take(5000)
-    file.take(1)
-    assert os.fstat(file.descriptor()).st_size == size + 4096
+    file.take(1)  # and as much again ahead
+    assert os.fstat(file.descriptor()).st_size == 2 * size
+
+
+def test_reserved_parts_stay_whole(file):
+    """Small ones that are taken first are not cut from large ones."""
+    file.reserve([100_000])
+    file.reserve([100_000, 5000, 5000])
+    size = os.fstat(file.descriptor()).st_size
+    parts = [file.take(nbytes) for nbytes in (5000, 5000, 100_000)]
+    assert os.fstat(file.descriptor()).st_size == size == 102_400 + 2 * 8192
+    ends = [(part.offset, part.offset + part.size) for part in parts]
+    assert sorted(ends)[0][0] == 0 and all(
+        a[1] == b[0] for a, b in itertools.pairwise(sorted(ends))
+    )
+
+
+def test_many_parts_take_few_descriptors(file):
+    file.take(5000)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(300):
+        file.take(5000)
+    assert len(os.listdir("/proc/self/fd")) - before < 20
+
+
+def test_no_room_ahead(file, monkeypatch):
+    """What is asked for is found on a disk that has no room for as much again."""
+    really = os.posix_fallocate
+
+    def nearly_full(descriptor, offset, size):
+        if offset + size > 48 * 4096:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        really(descriptor, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", nearly_full)
+    for _ in range(48):
+        file.take(1)
+    assert os.fstat(file.descriptor()).st_size == 48 * 4096
+    with pytest.raises(OSError, match="no room for 4,096 bytes"):
+        file.take(1)
+
+
+def test_a_refused_part_takes_nothing_of_the_disk(file, monkeypatch):
+    """As ext4, which keeps what it has found until it was full."""
+    file.take(5000)
+    size, really = os.fstat(file.descriptor()).st_size, os.posix_fallocate
+
+    def partly(descriptor, offset, size):
+        really(descriptor, offset, size // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", partly)
+    with pytest.raises(OSError, match="no room for"):
+        file.take(1 << 20)
+    assert os.fstat(file.descriptor()).st_size == size
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_a_disk_that_fails(file, call, monkeypatch):
+    part = file.take(5000)
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, call, fail)
+    use = file.put if call == "pwritev" else file.get
+    with pytest.raises(OSError, match="place='here': cannot read or write things: Input/out"):
+        use(part, torch.zeros(5000, dtype=torch.uint8))
 
 
 def test_a_full_disk(file, monkeypatch):
