@@ -75,6 +75,9 @@ test: build $(TRAINERS)  ## run the tests, native and in pure Python: a sample, 
 	@echo "== tests in pure Python"
 	MEMSAVE_EXT_NATIVE=0 $(PYTEST) $(ONCE:%=--ignore=%)
 
+# A library that was installed for the tests and cannot be imported is an error.
+test test-full: export MEMSAVE_EXT_LIBRARIES := 1
+
 test-full: PYTEST += --full
 test-full: test  ## the same with every case of every test
 
@@ -140,8 +143,8 @@ $(INSTALLED): pyproject.toml
 	@echo "== making .venv with $(PYTHON)"
 	@$(PYTHON) -m venv .venv
 	@echo "== installing $(TORCH), what builds and what benchmarks need"
-	@$(VENV) tools/requirements.py bench > .venv/requirements.txt
-	@$(INSTALL) '$(TORCH)' 'setuptools>=77' wheel ninja -r .venv/requirements.txt
+	@$(VENV) tools/requirements.py bench > $@.txt
+	@$(INSTALL) '$(TORCH)' 'setuptools>=77' wheel ninja -r $@.txt
 	@touch $@
 
 # Without MAKEFLAGS, in which ninja finds a jobserver that it cannot use (of make before 4.4).
@@ -152,8 +155,8 @@ $(BUILT): $(INSTALLED) setup.py $(wildcard tools/build_*.py) $(NATIVE_SOURCES)
 
 $(TOOLS): $(INSTALLED)
 	@echo "== installing what checks and tests"
-	@$(VENV) tools/requirements.py test lint > .venv/requirements.txt
-	@$(INSTALL) -r .venv/requirements.txt
+	@$(VENV) tools/requirements.py test lint > $@.txt
+	@$(INSTALL) -r $@.txt
 	@touch $@
 
 $(LINKED): $(TOOLS) | $(BUILT)
@@ -163,16 +166,16 @@ $(LINKED): $(TOOLS) | $(BUILT)
 # torch is named again: torchvision would bring the torch that it fits.
 $(TRAINERS): pyproject.toml | $(LINKED)
 	@echo "== installing the libraries that train models, for tests/integrations"
-	@$(VENV) tools/requirements.py integrations > .venv/requirements.txt
-	@$(INSTALL) -r .venv/requirements.txt '$(TORCH)'
+	@$(VENV) tools/requirements.py integrations > $@.txt
+	@$(INSTALL) -r $@.txt '$(TORCH)'
 	@touch $@
 
 $(DOCS): pyproject.toml | $(INSTALLED)
-	@$(VENV) tools/requirements.py docs > .venv/requirements.txt
-	@$(INSTALL) -r .venv/requirements.txt
+	@$(VENV) tools/requirements.py docs > $@.txt
+	@$(INSTALL) -r $@.txt
 	@touch $@
 
 $(WHEEL): pyproject.toml | $(INSTALLED)
-	@$(VENV) tools/requirements.py wheel > .venv/requirements.txt
-	@$(INSTALL) -r .venv/requirements.txt
+	@$(VENV) tools/requirements.py wheel > $@.txt
+	@$(INSTALL) -r $@.txt
 	@touch $@

@@ -94,7 +94,8 @@ def without_kernels(build_info: dict[str, Any], here: list[Card]) -> str:
         why = re.search(r"\((.*)\)", build_info.get("decision", ""))
         return (
             f"memsave_ext was built without CUDA{f' ({why[1]})' if why else ''}, so that on "
-            f"{listed} it runs with torch's own operators. Rebuild it with a CUDA toolkit of "
+            f"{listed} it runs with torch's own operators, and its optimizers not at all, unless "
+            "MEMSAVE_EXT_DISABLE=adam.cuda has them do so. Rebuild it with a CUDA toolkit of "
             "torch's version, or with MEMSAVE_EXT_CUDA=0 if you do not want its CUDA kernels."
         )
     archs = build_info.get("archs") or ""

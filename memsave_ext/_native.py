@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -29,13 +30,25 @@ _FIX = "run `pip install --no-build-isolation .`" + (
 )
 
 
-def _compiled_file() -> Path | None:
+def _compiled_file(folder: Path) -> Path | None:
     """Returns the compiled file for this Python, else one for another Python, else None."""
     for suffix in EXTENSION_SUFFIXES:
-        path = _FOLDER / f"_C{suffix}"
+        path = folder / f"_C{suffix}"
         if path.is_file():
             return path
-    return next((p for end in ("so", "pyd") for p in sorted(_FOLDER.glob(f"_C.*.{end}"))), None)
+    return next((p for end in ("so", "pyd") for p in sorted(folder.glob(f"_C.*.{end}"))), None)
+
+
+def _installed_and_hidden() -> Path | None:
+    """Returns the installed package with a compiled file that this source tree, in whose folder
+    Python was started, hides; None if there is none."""
+    if not _IN_SOURCE_TREE:
+        return None
+    for found in importlib.metadata.distributions(name="memsave_ext"):
+        folder = Path(str(found.locate_file("memsave_ext")))
+        if not (folder.parent / "setup.py").is_file() and _compiled_file(folder) is not None:
+            return folder
+    return None
 
 
 def _read_build_info() -> dict[str, Any]:
@@ -76,8 +89,14 @@ def _load() -> tuple[ModuleType | None, str]:
     if choice == "0":
         return None, "MEMSAVE_EXT_NATIVE=0"
 
-    path = _compiled_file()
-    if path is None:
+    path = _compiled_file(_FOLDER)
+    hidden = _installed_and_hidden() if path is None else None
+    if hidden is not None:
+        reason = (
+            f"Python has found the source tree {_FOLDER.parent}, which has no compiled file, "
+            f"before the installed {hidden}: run it in another folder"
+        )
+    elif path is None:
         where = "the source tree" if _IN_SOURCE_TREE else "the installed package"
         reason = f"{where} has no compiled file: {_FIX}"
     else:
@@ -94,7 +113,7 @@ def _load() -> tuple[ModuleType | None, str]:
         )
     if choice == "1":
         raise ImportError(f"MEMSAVE_EXT_NATIVE=1, but {reason}")
-    if path is not None:
+    if path is not None or hidden is not None:
         message = f"memsave_ext runs in pure Python: {reason}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     return None, reason

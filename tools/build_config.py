@@ -163,7 +163,7 @@ def compile_flags(torch_includes: list[str], cuda: bool) -> dict[str, list[str]]
     # NDEBUG as in torch's own builds: headers that check what only debug builds keep would raise.
     common = ["-O3", "-DNDEBUG", "-fvisibility=hidden"]
     # Python's own flags have -g, which nobody asked for.
-    asked = shlex.split(os.environ.get("CXXFLAGS", ""))
+    asked = shlex.split(f"{os.environ.get('CFLAGS', '')} {os.environ.get('CXXFLAGS', '')}")
     common += [] if any(flag.startswith("-g") for flag in asked) else ["-g0"]
     # As system headers, torch's own code stays out of our warnings.
     system = [flag for path in torch_includes for flag in ("-isystem", path)]

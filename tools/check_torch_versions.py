@@ -57,7 +57,13 @@ class Check:
             done = subprocess.run(
                 [*map(str, command)],
                 cwd=self.source if self.source.is_dir() else self.folder,
-                env={**os.environ, "PATH": path, "MEMSAVE_EXT_NATIVE": "auto", **env},
+                env={
+                    **os.environ,
+                    "PATH": path,
+                    "MEMSAVE_EXT_NATIVE": "auto",
+                    "MEMSAVE_EXT_TURN": "all",
+                    **env,
+                },
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

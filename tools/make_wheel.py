@@ -39,6 +39,7 @@ def build(local: str, folder: Path, scratch: Path) -> Path:
     run(
         sys.executable, "setup.py", "-q",
         "egg_info", "--tag-build", f"+{local}", "--egg-base", scratch,
+        "build", "--build-lib", scratch / "lib",  # in build/lib is what was removed since, too
         "bdist_wheel", "--dist-dir", scratch, "--bdist-dir", scratch / "tree",
         cwd=ROOT,
     )  # fmt: skip

@@ -90,6 +90,8 @@ def library(name: str) -> str:
 def build(kind: str, folder: Path) -> None:
     package = folder / "memsave_ext"
     ignored = shutil.ignore_patterns("_C.*.so", "_build_info.json", "__pycache__")
+    for path in package.rglob("*.py"):
+        path.unlink()  # one that is not there any more
     shutil.copytree(ROOT / "memsave_ext", package, ignore=ignored, dirs_exist_ok=True)
     flags = f"{FLAGS[kind]} -g1 -DMEMSAVE_EXT_CHECK_LOCKS=LocksHeld::abort"
     environment = {**os.environ, "MEMSAVE_EXT_CUDA": "0", "CXXFLAGS": flags}

@@ -17,6 +17,8 @@ from ..loss_head import lm_heads
 from ..loss_head.function import check_chunk_size, loss_of
 from ..loss_head.log_probs import mean_logits, scaled_layer
 
+__all__ = ["PatchedLMHead", "patch_lm_head"]
+
 _UTILS, _NAME, _ADD = "trl.trainer.utils", "_ChunkedLogProbFunction", "add_fused_lm_head"
 _TRAINERS = [f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "kto", "grpo", "rloo")]
 _ADAPTED = "BaseTunerLayer"  # what these ask a head for, and refuse

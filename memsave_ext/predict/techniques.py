@@ -278,11 +278,15 @@ def named(who: str, name: object) -> Techniques:
     Raises:
         ValueError: there are none.
     """
-    for techniques in ALL:
-        for one in (techniques, techniques.for_loops_that_clip()):
-            if one is not None and one.name == name:
-                return one
-    names = ", ".join(repr(techniques.name) for techniques in ALL)
+    by_name = {
+        one.name: one
+        for techniques in ALL
+        for one in (techniques, techniques.for_loops_that_clip())
+        if one is not None
+    }
+    if isinstance(name, str) and name in by_name:
+        return by_name[name]
+    names = ", ".join(map(repr, by_name))
     raise ValueError(f"{who}: technique must be None or one of {names}; got {name!r}")
 
 

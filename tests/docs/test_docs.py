@@ -8,6 +8,7 @@ import torch
 
 import memsave_ext as ms
 from memsave_ext import _native
+from memsave_ext.predict import techniques
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [
@@ -104,6 +105,14 @@ def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / target).exists(), target
+
+
+def test_techniques_are_named():
+    page = (DOCS / "fits.md").read_text(encoding="utf-8").replace("\n  ", " ")
+    told = next(line for line in page.splitlines() if line.startswith("- `technique=` takes"))
+    of_all = {one.name for t in techniques.ALL for one in (t, t.for_loops_that_clip()) if one}
+    parts = {part for name in of_all for part in name.split(", ")}
+    assert parts == set(re.findall(r"`([^`]+)`", told)) - {"technique="}
 
 
 def test_no_line_of_code_is_wider_than_its_column():

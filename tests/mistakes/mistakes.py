@@ -103,8 +103,8 @@ MISTAKES = [
     Mistake(
         "what lies in containers that globals name is not looked at",
         "csrc/checkpoint/outside.cpp",
-        "PyList_Check(object) || PyDict_Check(object) || is_record(object);",
-        "(!MISTAKE && (PyList_Check(object) || PyDict_Check(object) || is_record(object)));",
+        "PyList_Check(object) || PyDict_Check(object) || PyMethod_Check(object) ||",
+        "(!MISTAKE && (PyList_Check(object) || PyDict_Check(object))) || PyMethod_Check(object) ||",
         ("checkpoint/test_checkpoint_changes.py::test_what_globals_lead_to",),
     ),
     Mistake(
@@ -503,8 +503,8 @@ MISTAKES = [
     Mistake(
         "what is paused counts",
         "csrc/memory/active.cpp",
-        "> 0 && paused_depth == 0; }",
-        "> 0 && (MISTAKE || paused_depth == 0); }",
+        "if (!watching() || paused_depth > 0) return;",
+        "if (!watching() || (!MISTAKE && paused_depth > 0)) return;",
         ("remat/test_remat_memory.py::test_what_a_block_measures_with_does_not_count",),
     ),
     Mistake(

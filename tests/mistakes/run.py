@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -63,6 +64,8 @@ def build() -> None:
     texts = with_mistakes(MISTAKES, lambda name: (ROOT / name).read_text("utf-8"), IN_CPP)
     package = FOLDER / "memsave_ext"
     ignored = shutil.ignore_patterns("_C.*.so", "_build_info.json", "__pycache__")
+    for path in package.rglob("*.py"):
+        path.unlink()  # one that is not there any more
     shutil.copytree(ROOT / "memsave_ext", package, ignore=ignored, dirs_exist_ok=True)
     native = {}
     for name, text in texts.items():
@@ -79,7 +82,8 @@ def build() -> None:
             path.write_text(text, "utf-8")
     # A file that is found before that of csrc for the first time has everything compiled again.
     files = zlib.crc32("".join(sorted(map(str, native))).encode())
-    flags = f"-g0 -I{CHANGED} -include {HERE / 'mistake.h'} -DMEMSAVE_EXT_MISTAKES={files}"
+    words = f"-I{CHANGED}", "-include", str(HERE / "mistake.h"), f"-DMEMSAVE_EXT_MISTAKES={files}"
+    flags = shlex.join(["-g0", *words])
     environment = {**os.environ, "MEMSAVE_EXT_CUDA": "0", "CFLAGS": flags, "CXXFLAGS": flags}
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(FOLDER)]
     command += ["--build-temp", str(FOLDER / "objects")]

@@ -111,6 +111,22 @@ class TestWithoutCompiledFile:
         assert "the source tree has no compiled file" in reason
         assert "python setup.py build_ext --inplace" in reason
 
+    def test_a_source_tree_that_hides_what_is_installed(self, package, monkeypatch, tmp_path):
+        """As where Python is started in the checkout that was installed."""
+        (package.parent / "setup.py").touch()
+        site = tmp_path / "site"
+        (site / "memsave_ext").mkdir(parents=True)
+        (site / "memsave_ext" / COMPILED).touch()
+        (site / "memsave_ext-1.dist-info").mkdir()
+        about = "Metadata-Version: 2.1\nName: memsave_ext\nVersion: 1\n"
+        (site / "memsave_ext-1.dist-info" / "METADATA").write_text(about)
+        monkeypatch.syspath_prepend(site)
+        with pytest.warns(RuntimeWarning, match="runs in pure Python: Python has found the source"):
+            native = load()
+        assert f"before the installed {site / 'memsave_ext'}: run it in" in native.reason
+        (site / "memsave_ext" / COMPILED).unlink()
+        assert "setup.py build_ext" in load().reason
+
     def test_1_raises_with_cause_and_fix(self, package, monkeypatch):
         monkeypatch.setenv("MEMSAVE_EXT_NATIVE", "1")
         with pytest.raises(ImportError, match="MEMSAVE_EXT_NATIVE=1, but") as stop:
