@@ -30,9 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import any_optimizer
 import memsave_ext as ms
-from adam_methods import (
+from cuda_timing import Flush
+from shared import any_optimizer
+from shared.adam_methods import (
     AFTER,
     BASE,
     FOREACH,
@@ -45,9 +46,8 @@ from adam_methods import (
     available,
     reasons,
 )
-from common import ROOT, balanced_order, bar, copy_bandwidth, machine, write_record
-from cuda_timing import Flush
-from training import CudaMemory
+from shared.common import ROOT, balanced_order, bar, copy_bandwidth, machine, write_record
+from shared.training import CudaMemory
 
 HUGE = [BASE, FOREACH, FUSED, TUTORIAL, AFTER, IN_BACKWARD]
 BYTES_MOVED = 28  # of an element: gradient read, parameter and two states read and written

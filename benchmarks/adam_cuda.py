@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 
 import memsave_ext as ms
-from adam_mode_list import BF16, FP32, LR, OURS, Mode
-from common import ROOT, Rows, bar, machine, write_record
 from cuda_timing import (
     AS_FAST,
     SHARE,
@@ -32,6 +30,8 @@ from cuda_timing import (
     prepare,
     show_bars,
 )
+from shared.adam_mode_list import BF16, FP32, LR, OURS, Mode
+from shared.common import ROOT, Rows, bar, machine, write_record
 
 SIZES = [1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 500_000_000]
 LARGE = 1 << 24  # from which the floor should be near

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import memsave_ext as ms
-from adam_methods import (
+from plot import draw
+from shared.adam_methods import (
     AFTER,
     FLASHOPTIM,
     FOR_LOOP,
@@ -39,9 +40,8 @@ from adam_methods import (
     reason,
     release,
 )
-from common import ROOT, bar, machine, show_bars, show_left_out, write_record
-from plot import draw
-from training import CudaMemory
+from shared.common import ROOT, bar, machine, show_bars, show_left_out, write_record
+from shared.training import CudaMemory
 
 CHECKPOINTED = f"{IN_BACKWARD} + checkpoint"
 CLIPPED = "AdamW(grads_on=...), clipped"

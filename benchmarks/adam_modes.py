@@ -1,6 +1,6 @@
 """Adam's modes: distance from exact Adam, loss of a training, time of a step, and bytes.
 
-- ``distance`` and ``loss``: see adam_accuracy.py.
+- ``distance`` and ``loss``: see shared/adam_accuracy.py.
 - ``one`` and ``vit``: milliseconds of a step in backward and after it, over a backward with an
   empty hook, of a tensor of 20 M elements and of the 296 parameters of a ViT-L/16 made as small.
   Divided by those of the float32 core, of accumulating by its own.
@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import adam_accuracy
 import memsave_ext as ms
 from adam import DeviceTime, HandOut, host_time, medians, shapes, whole_time
-from adam_methods import release
-from adam_mode_list import (
+from shared import adam_accuracy
+from shared.adam_methods import release
+from shared.adam_mode_list import (
     BF16,
     CORE,
     FP32,
@@ -46,8 +46,8 @@ from adam_mode_list import (
     available,
     reasons,
 )
-from common import ROOT, bar, copy_bandwidth, machine, write_record
-from training import CudaMemory
+from shared.common import ROOT, bar, copy_bandwidth, machine, write_record
+from shared.training import CudaMemory
 
 Clock = Callable[[Callable[[], Any]], float]
 Case = tuple[str, str]  # mode and kind: in backward or after

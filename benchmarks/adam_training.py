@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import data
-from adam_methods import VisionTransformer
-from adam_mode_list import OURS, PEERS, Mode, Stepper, available, reasons
-from common import IMPORTS, ROOT, bar, machine, show_left_out, write_record
+from shared import data
+from shared.adam_methods import VisionTransformer
+from shared.adam_mode_list import OURS, PEERS, Mode, Stepper, available, reasons
+from shared.common import IMPORTS, ROOT, bar, machine, show_left_out, write_record
 
 BASE = "torch, fused"
 MODES = (

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import memsave_ext as ms
-from common import ROOT, bar, interleave, machine, show_left_out, write_record
+from shared.common import ROOT, bar, interleave, machine, show_left_out, write_record
 
 RESNET50 = [(32, 64, 112, 112), (32, 256, 56, 56), (32, 512, 28, 28)]
 DENSENET = [(64, 60, 32, 32), (64, 342, 8, 8)]  # DenseNet-BC 100, k = 12

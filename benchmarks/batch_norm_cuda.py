@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common import ROOT, Rows, bar, machine, write_record
 from cuda_timing import (
     AS_FAST,
     SHARE,
@@ -32,6 +31,7 @@ from cuda_timing import (
     prepare,
     show_bars,
 )
+from shared.common import ROOT, Rows, bar, machine, write_record
 
 RESNET50 = [
     (256, 64, 112, 112),

@@ -17,7 +17,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 
 import memsave_ext as ms
-from common import ROOT, interleave, machine, median_and_spread, show_bars, write_record
+from shared.common import ROOT, interleave, machine, median_and_spread, show_bars, write_record
 
 CHUNKS = 8
 PLAIN, WHOLE, CHUNKED = "plain", "checkpoint", f"checkpoint, chunks={CHUNKS}"

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 import memsave_ext as ms
-from common import ROOT, balanced_order, bar, machine, seconds_together, write_record
-from models import LABELS, DenseNet, norm_of
+from shared.common import ROOT, balanced_order, bar, machine, seconds_together, write_record
+from shared.models import LABELS, DenseNet, norm_of
 
 ENGINE_HOOKS = "memsave_ext_checkpoint, engine hooks"
 METHODS = [

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common import ROOT, Rows, interleave, machine, show_left_out, write_record
-from models import STRATEGIES, DenseLayer, reasons
-from peers import REENTRANT, TORCH, steps
 from plot import draw
+from shared.common import ROOT, Rows, interleave, machine, show_left_out, write_record
+from shared.models import STRATEGIES, DenseLayer, reasons
+from shared.peers import REENTRANT, TORCH, steps
 
 Region = tuple[Callable[..., Tensor], list[Tensor], list[Tensor]]  # with inputs and parameters
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from checkpoint_overhead import chain
-from common import (
+from shared.common import (
     ROOT,
     balanced_order,
     bar,
@@ -25,8 +25,8 @@ from common import (
     show_left_out,
     write_record,
 )
-from models import reasons
-from peers import CHECKPOINT, ENGINE_HOOKS, EXPLICIT, FAIRSCALE, REENTRANT, TORCH, steps
+from shared.models import reasons
+from shared.peers import CHECKPOINT, ENGINE_HOOKS, EXPLICIT, FAIRSCALE, REENTRANT, TORCH, steps
 
 PEERS = ("plain", TORCH, REENTRANT, FAIRSCALE, CHECKPOINT, ENGINE_HOOKS, EXPLICIT)
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from common import balanced_order, device_name, machine
 from memsave_ext.check.timing import Flush, events
+from shared.common import balanced_order, device_name, machine
 
 Cases = dict[str, Callable[[], Any]]
 Row = dict[str, Any]

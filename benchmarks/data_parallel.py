@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from checks import median_ratio
-from common import (
+from plot import draw
+from shared.checks import median_ratio
+from shared.common import (
     ROOT,
     bar,
     interleave,
@@ -34,11 +35,10 @@ from common import (
     show_left_out,
     write_record,
 )
-from models import LABELS, STRATEGIES, reasons
-from plot import draw
-from replicas import DataParallel, Replicas
+from shared.models import LABELS, STRATEGIES, reasons
+from shared.replicas import DataParallel, Replicas
+from shared.training import Job
 from tables.training import data_parallel_caption, data_parallel_rows
-from training import Job
 
 # As its README has them: memory in G, seconds of a step; by what is here called method, number of
 # devices and batch.

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from checks import check, median_ratio, statistics_diff
-from common import ROOT, machine, median_and_spread, show_left_out, write_record
-from data import DataError, Images, load
-from models import LABELS, STRATEGIES, available, reasons, without_checkpoint
 from plot import draw
+from shared.checks import check, median_ratio, statistics_diff
+from shared.common import ROOT, machine, median_and_spread, show_left_out, write_record
+from shared.data import DataError, Images, load
+from shared.models import LABELS, STRATEGIES, available, reasons, without_checkpoint
+from shared.training import Job, Trainer, train
 from tables.training import densenet_caption, densenet_table
-from training import Job, Trainer, train
 
 SETTINGS = ("data", "depth", "growth_rate", "batch_size", "epochs", "seed")
 

@@ -47,8 +47,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import memsave_ext as ms
-from adam_methods import VisionTransformer
-from common import (
+from shared.adam_methods import VisionTransformer
+from shared.common import (
     IMPORTS,
     ROOT,
     balanced_order,
@@ -58,13 +58,13 @@ from common import (
     show_left_out,
     write_record,
 )
-from models import DenseLayer, DenseNet
+from shared.models import DenseLayer, DenseNet
+from shared.training import CudaMemory
 from tables.training import distributed_table
-from training import CudaMemory
 
 NAIVE, TORCH = "naive", "torch checkpoint"
 AFTER, OURS = "memsave_ext, AdamW after backward", "memsave_ext"
-METHODS = {  # the checkpoint, as models.py names it, and whether Adam is stepped in backward
+METHODS = {  # the checkpoint, as shared/models.py names it, and whether Adam is stepped in backward
     NAIVE: ("naive", False),
     TORCH: ("torch", False),
     AFTER: ("memsave_ext_checkpoint", False),

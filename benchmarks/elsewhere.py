@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 import memsave_ext as ms
-from cards import BUS_REACHED, CARDS, FLOPS_REACHED, MEMORY_REACHED, Card, timed_as
-from common import ROOT, Rows, machine, write_record
-from real_models import SHAPES, Shape
 from real_row import build
+from shared.cards import BUS_REACHED, CARDS, FLOPS_REACHED, MEMORY_REACHED, Card, timed_as
+from shared.common import ROOT, Rows, machine, write_record
+from shared.real_models import SHAPES, Shape
 
 BFLOAT16, GIB = 2, 2**30  # bytes
 _LLAMA = SHAPES["Llama 7 B"]

@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 
-import adam_methods
-from adam_methods import IN_BACKWARD
-from common import ROOT, Rows, bar, interleave, machine, show_bars, write_record
-from largest_ways import (
+from plot import draw
+from shared import adam_methods
+from shared.adam_methods import IN_BACKWARD
+from shared.common import ROOT, Rows, bar, interleave, machine, show_bars, write_record
+from shared.largest_ways import (
     COMPILED,
     GPT,
     LOWEST,
@@ -39,11 +40,10 @@ from largest_ways import (
     Way,
     parameters,
 )
-from plot import draw
-from search import largest
+from shared.search import largest
+from shared.training import memory_of
 from tables import size
 from tables.training import largest_model_caption, largest_model_table
-from training import memory_of
 
 Row = dict[str, Any]
 STEPS = 2

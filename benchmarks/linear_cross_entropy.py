@@ -17,7 +17,15 @@ import torch
 from torch.nn import functional as F
 
 import memsave_ext as ms
-from common import ROOT, Rows, interleave, machine, median_and_spread, show_bars, write_record
+from shared.common import (
+    ROOT,
+    Rows,
+    interleave,
+    machine,
+    median_and_spread,
+    show_bars,
+    write_record,
+)
 
 # With --device cuda.
 SHAPES_CUDA = (

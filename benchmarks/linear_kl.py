@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import memsave_ext as ms
-from common import (
+from shared.common import (
     ROOT,
     Rows,
     balanced_order,

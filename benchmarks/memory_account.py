@@ -19,10 +19,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 import memsave_ext as ms
-from adam_methods import VisionTransformer
-from common import ROOT, Rows, bar, machine, write_record
 from memsave_ext.memory.report import as_json
 from plot import draw
+from shared.adam_methods import VisionTransformer
+from shared.common import ROOT, Rows, bar, machine, write_record
 
 LR = 1e-4
 POINTS = 200  # of each timeline

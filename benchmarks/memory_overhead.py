@@ -18,8 +18,16 @@ import torch
 from torch import nn
 
 import memsave_ext as ms
-from common import ROOT, balanced_order, bar, machine, median_and_spread, show_bars, write_record
-from models import DenseNet
+from shared.common import (
+    ROOT,
+    balanced_order,
+    bar,
+    machine,
+    median_and_spread,
+    show_bars,
+    write_record,
+)
+from shared.models import DenseNet
 
 OFF = "not tracked"
 BAR = 1.05

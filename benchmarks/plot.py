@@ -18,9 +18,9 @@ from pathlib import Path
 
 from PIL import Image, PngImagePlugin
 
-import drawings
-from common import ROOT, newest
-from drawings import DRAWINGS, caption, plt
+from shared import drawings
+from shared.common import ROOT, newest
+from shared.drawings import DRAWINGS, caption, plt
 from tables import Record
 
 KEY = "memsave_ext"  # of the digests in a picture

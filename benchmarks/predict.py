@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import memsave_ext as ms
-from adam_methods import VisionTransformer
-from common import ROOT, Rows, machine, write_record
 from memsave_ext.predict.techniques import Techniques
 from memsave_ext.shared.table import format_bytes, print_table
-from models import DenseNet
+from shared.adam_methods import VisionTransformer
+from shared.common import ROOT, Rows, machine, write_record
+from shared.models import DenseNet
 
 MODES = {
     "plain": Techniques(),

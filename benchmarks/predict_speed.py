@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import memsave_ext as ms
-from adam_methods import VisionTransformer
 from memsave_ext.shared.table import format_bytes, print_table
 from predict import stepped
+from shared.adam_methods import VisionTransformer
 
 
 def layers(count: int = 500) -> Any:

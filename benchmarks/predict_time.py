@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 import memsave_ext as ms
-from common import ROOT, Rows, balanced_order, machine, write_record
 from memsave_ext.predict.techniques import Techniques
 from memsave_ext.shared.table import print_table
 from predict import cases
+from shared.common import ROOT, Rows, balanced_order, machine, write_record
 from tables.memory import time_errors
 
 PLAIN = Techniques()

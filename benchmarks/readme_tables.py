@@ -15,7 +15,7 @@ import re
 import sys
 from pathlib import Path
 
-from common import ROOT, newest
+from shared.common import ROOT, newest
 from tables import (
     Pair,
     Record,

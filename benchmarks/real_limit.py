@@ -24,9 +24,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, Rows, bar, machine, newest, result_path, show_bars, write_record
 from plot import draw
-from real_models import GIB, METHODS, MIB, MOVING, PLAIN, SHAPES, TINY, format_of, needs
+from shared.common import ROOT, Rows, bar, machine, newest, result_path, show_bars, write_record
+from shared.real_models import GIB, METHODS, MIB, MOVING, PLAIN, SHAPES, TINY, format_of, needs
 from tables.real_limit import on_disk, real_limit_caption, real_limit_table, seconds, typical
 
 Row = dict[str, Any]

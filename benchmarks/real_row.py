@@ -21,10 +21,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memsave_ext as ms
-from adam_methods import LR, VisionTransformer, tutorial
-from common import ROOT
 from memsave_ext.predict.techniques import blocks_of
-from real_models import METHODS, SHAPES, Format, Shape, format_of
+from shared.adam_methods import LR, VisionTransformer, tutorial
+from shared.common import ROOT
+from shared.real_models import METHODS, SHAPES, Format, Shape, format_of
 
 CHUNK = 128  # tokens of torch's loss in chunks
 # What exceptions say where there is no memory, beside those that have a class for it.

@@ -33,9 +33,17 @@ from torch.utils.checkpoint import (
 )
 
 import memsave_ext as ms
-from common import ROOT, Rows, interleave, machine, median_and_spread, show_bars, write_record
 from memsave_ext import _C
-from remat_models import Case, Transformer, cases
+from shared.common import (
+    ROOT,
+    Rows,
+    interleave,
+    machine,
+    median_and_spread,
+    show_bars,
+    write_record,
+)
+from shared.remat_models import Case, Transformer, cases
 
 Method = Callable[[nn.Module, Tensor], Tensor]  # a forward, and the loss
 RECORDING_BAR = 1.03

@@ -34,7 +34,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import memsave_ext as ms
-from budget_models import (
+from shared.budget_models import (
     BLOCK,
     NAMES,
     OWN,
@@ -44,7 +44,15 @@ from budget_models import (
     build,
     checkpoint_blocks,
 )
-from common import ROOT, Rows, interleave, machine, median_and_spread, show_bars, write_record
+from shared.common import (
+    ROOT,
+    Rows,
+    interleave,
+    machine,
+    median_and_spread,
+    show_bars,
+    write_record,
+)
 
 SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)
 STEPS = (1, 2, 10)
@@ -195,7 +203,8 @@ def in_new_process(libraries: bool, threads: int, job: Callable[..., Any], *args
         Failed: the job did.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["budget_libraries" if libraries else "budget_models"])
+    imported = "shared.budget_libraries" if libraries else "shared.budget_models"
+    context.set_forkserver_preload([imported])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, threads, job, args))
     # Before Python 3.12 the process that all are forked from has no other way to be told sys.path.

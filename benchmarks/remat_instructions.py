@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 import memsave_ext as ms
-from common import ROOT, machine, write_record
 from memsave_ext import _C
 from remat import PLAIN, RECORDED, REMAT, Small, observed
+from shared.common import ROOT, machine, write_record
 
 OBSERVER, UNNEEDED = "an observer that does nothing", "a budget that is not needed"
 HALF = "budget 0.5"

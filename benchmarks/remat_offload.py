@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import memsave_ext as ms
-from cards import BUS_REACHED, CARDS, FLOPS_REACHED, MEMORY_REACHED, Card, timed_as
-from common import ROOT, Rows, interleave, machine, median_and_spread, write_record
 from memsave_ext.dry_run.child import writing_files
 from remat import BLOCKS, PLAIN, activations, checkpointed, forward
-from remat_models import Case, Transformer, cases
+from shared.cards import BUS_REACHED, CARDS, FLOPS_REACHED, MEMORY_REACHED, Card, timed_as
+from shared.common import ROOT, Rows, interleave, machine, median_and_spread, write_record
+from shared.remat_models import Case, Transformer, cases
 
 MODELS = ("GPT", "ViT")
 RECOMPUTED, BOTH = "remat", "remat, offload"

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from common import ROOT
+from shared.common import ROOT
 
 # Seconds on two cores of an AMD EPYC, by which the bar advances.
 SECONDS = {

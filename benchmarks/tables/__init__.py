@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common import device_name
+from shared.common import device_name
 
 Record = dict[str, Any]
 Pair = tuple[Callable[[Record], str], Callable[[Record], str]]  # a table and its caption

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from common import newest
+from shared.common import newest
 from tables import Record, machine_name, markdown
 
 

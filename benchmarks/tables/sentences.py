@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from common import newest
+from shared.common import newest
 from tables import Record
 
 

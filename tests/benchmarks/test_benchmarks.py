@@ -21,10 +21,10 @@ from memsave_ext import _native
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are scripts, and import one another by plain names
-common = importlib.import_module("common")
-models = importlib.import_module("models")
+common = importlib.import_module("shared.common")
+models = importlib.import_module("shared.models")
 readme_tables = importlib.import_module("readme_tables")
-adam_methods = importlib.import_module("adam_methods")
+adam_methods = importlib.import_module("shared.adam_methods")
 
 TINY = ["--depth", "10", "--growth-rate", "2", "--batch-size", "32", "--device", "cpu"]
 TINY += ["--steps", "4"]
@@ -162,12 +162,15 @@ def test_efficient_trains_one_method(densenet, tmp_path, efficient, method):
     ("error", "ok"), [(1e-9, True), (1e-2, False), (float("nan"), False)], ids=str
 )
 def test_noise_bound_lets_rounding_pass_and_nothing_else(densenet, error, ok):
-    training, data = importlib.import_module("training"), importlib.import_module("data")
+    training, data = (
+        importlib.import_module("shared.training"),
+        importlib.import_module("shared.data"),
+    )
     images, _ = data.load("digits")
     job = training.Job(10, 2, 64, 1, 5, 0, torch.device("cpu"))
     naive = training.Trainer("naive", job)
     training.train({"naive": naive}, images, job)
-    checks = importlib.import_module("checks").within_noise(
+    checks = importlib.import_module("shared.checks").within_noise(
         [error] * job.steps, error, naive, images, job
     )
     assert [check["ok"] for check in checks] == [ok, ok]
@@ -298,7 +301,8 @@ def test_adam_memory_benchmark_end_to_end(benchmark_of):
 @pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 @pytest.mark.skipif(not _native.available, reason="a minute in pure Python")
 def test_adam_modes_benchmark_end_to_end(densenet, tmp_path, capsys):
-    benchmark, modes = (importlib.import_module(name) for name in ("adam_modes", "adam_mode_list"))
+    names = "adam_modes", "shared.adam_mode_list"
+    benchmark, modes = map(importlib.import_module, names)
     sizes = ["--elements", "9000", "--depth", "1", "--width", "256", "--layers", "8"]
     steps = ["--rounds", "1", "--steps", "10", "--seeds", "2", "--loss-steps", "2"]
     options = ["--no-progress", "--save", str(tmp_path)]
@@ -370,7 +374,7 @@ def test_adam_training_benchmark_end_to_end(densenet, tmp_path, capsys, monkeypa
 
 
 def test_each_peer_of_the_modes_runs_or_says_why_not():
-    modes = importlib.import_module("adam_mode_list")
+    modes = importlib.import_module("shared.adam_mode_list")
     peers = {mode.name for mode in modes.PEERS}
     left_out = modes.reasons("cpu")
     assert left_out.keys() <= peers - {"torch, fused", "torch, fused, bf16"}
@@ -525,7 +529,7 @@ def test_remat_budgets_end_to_end(tmp_path, capsys):
     table, caption = readme_tables.TABLES["remat_budgets"]
     assert "of torch's checkpoints" in table(records[0])
     assert "1 models, 1 ways" in caption(records[0])
-    assert importlib.import_module("drawings").DRAWINGS["remat_budgets"](records[0])
+    assert importlib.import_module("shared.drawings").DRAWINGS["remat_budgets"](records[0])
     assert "step 2, within 1.02 of what was promised: 1.00" in printed
 
 
@@ -578,7 +582,7 @@ def test_remat_offload_end_to_end(tmp_path):
         # Plans of both were searched for otherwise than those that move alone.
         assert row["both"] is not None and row["both"] <= 1.2 * min(told, default=9) + 0.01
     assert "no card has run it" in readme_tables.TABLES["remat_offload_simulated"][1](record)
-    assert importlib.import_module("drawings").DRAWINGS["remat_offload_simulated"](record)
+    assert importlib.import_module("shared.drawings").DRAWINGS["remat_offload_simulated"](record)
 
 
 def test_elsewhere_end_to_end(tmp_path):
@@ -612,7 +616,7 @@ def test_a_step_with_weights_elsewhere_by_hand():
 def test_what_remat_budgets_counts_is_what_torch_allocates():
     """A step of one product: its result and the gradients."""
     benchmark = importlib.import_module("remat_budgets")
-    subject = importlib.import_module("budget_models").Subject
+    subject = importlib.import_module("shared.budget_models").Subject
     layer, x = nn.Linear(64, 64, bias=False), torch.randn(1024, 64)
     training = benchmark.Training(subject(layer, lambda: layer(x).sum()), benchmark.BLOCK, None)
     for states in (0, 1):

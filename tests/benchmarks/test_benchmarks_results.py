@@ -12,7 +12,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are scripts, and import one another by plain names
-common = importlib.import_module("common")
+common = importlib.import_module("shared.common")
 readme_tables = importlib.import_module("readme_tables")
 
 MACHINE = common.machine()
@@ -262,7 +262,7 @@ def test_picture_depends_on_how_it_is_drawn(plot, tmp_path, monkeypatch):
     plot.draw(results)
     table, caption = readme_tables.TABLES["checkpoint_overhead"]
     other = {"checkpoint_overhead": (table, lambda run: f"{caption(run)}!")}
-    monkeypatch.setattr(importlib.import_module("drawings"), "TABLES", other)
+    monkeypatch.setattr(importlib.import_module("shared.drawings"), "TABLES", other)
     assert "another" in plot.fault(results)
 
 

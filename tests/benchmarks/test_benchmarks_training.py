@@ -18,8 +18,8 @@ from memsave_ext import _native
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are scripts, and import one another by plain names
-models = importlib.import_module("models")
-search = importlib.import_module("search")
+models = importlib.import_module("shared.models")
+search = importlib.import_module("shared.search")
 
 
 @pytest.fixture
@@ -52,12 +52,12 @@ def record_of(tmp_path, capsys):
 @pytest.fixture
 def replicas():
     pytest.importorskip("tqdm")
-    return importlib.import_module("replicas")
+    return importlib.import_module("shared.replicas")
 
 
 def job_of(batch):
     shape = {"depth": 16, "growth_rate": 4, "batch_size": batch, "epochs": 1, "steps": 1, "seed": 0}
-    return importlib.import_module("training").Job(**shape, device=torch.device("cpu"))
+    return importlib.import_module("shared.training").Job(**shape, device=torch.device("cpu"))
 
 
 def batch_of(size):
@@ -68,7 +68,7 @@ def batch_of(size):
 
 @pytest.mark.parametrize("method", ["naive", "torch", *models.OURS])
 def test_replicas_step_by_the_mean_gradient_of_their_parts(replicas, method):
-    training = importlib.import_module("training")
+    training = importlib.import_module("shared.training")
     x, y = batch_of(8)
     found = replicas.Replicas(method, job_of(8), 2)
     expected = training.network("naive", job_of(8))
@@ -236,7 +236,7 @@ def test_largest_model_benchmark_end_to_end(record_of, monkeypatch):
 
 def test_parameters_are_made_in_the_type_that_is_trained():
     pytest.importorskip("matplotlib")
-    module = importlib.import_module("largest_ways")
+    module = importlib.import_module("shared.largest_ways")
     with module.default_dtype(torch.bfloat16):
         assert nn.Linear(2, 2).weight.dtype == torch.bfloat16
     assert torch.get_default_dtype() == torch.float32
@@ -255,7 +255,7 @@ def test_largest_model_names_a_wrong_option(capsys, wrong):
 
 @pytest.fixture
 def real_models():
-    return importlib.import_module("real_models")
+    return importlib.import_module("shared.real_models")
 
 
 needs_a_limit = pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA")
@@ -291,7 +291,7 @@ def test_losses_of_exact_methods_are_plains(name, real_models, tmp_path):
         form = real_models.format_of(shape, method, many)
         trainer = trainer_of(shape, method, form, str(tmp_path))
         found = [trainer.step().item() for _ in range(2)]
-        importlib.import_module("adam_methods").release(trainer.model.parameters())
+        importlib.import_module("shared.adam_methods").release(trainer.model.parameters())
         return found
 
     plain = losses(real_models.PLAIN)

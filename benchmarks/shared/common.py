@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # What takes seconds: a benchmark's processes are forked from one that has imported it.
 IMPORTS = ["memsave_ext", "torch._dynamo", "torch.distributed.fsdp"]
 _STARTED = time.monotonic()

@@ -12,11 +12,11 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import adam_methods
 import memsave_ext as ms
-from adam_methods import FOREACH, FUSED, IN_BACKWARD, LR, METHODS, VisionTransformer, after
 from remat import checkpointed
-from remat_models import TransformerBlock
+from shared import adam_methods
+from shared.adam_methods import FOREACH, FUSED, IN_BACKWARD, LR, METHODS, VisionTransformer, after
+from shared.remat_models import TransformerBlock
 
 VIT, GPT = "ViT", "GPT"
 BLOCKS = nn.TransformerEncoderLayer, TransformerBlock

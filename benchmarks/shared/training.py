@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import memsave_ext as ms
-from common import balanced_order, bar
-from data import Images
-from models import DenseNet, norm_of
+from shared.common import balanced_order, bar
+from shared.data import Images
+from shared.models import DenseNet, norm_of
 
 
 @dataclass(frozen=True)

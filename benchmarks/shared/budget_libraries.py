@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from budget_models import zoo
+from shared.budget_models import zoo
 
 for name in ("transformers.modeling_utils", "timm.models"):
     with contextlib.suppress(pytest.skip.Exception):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import memsave_ext as ms
-from adam_methods import HandOut
-from common import balanced_order
+from shared.adam_methods import HandOut
+from shared.common import balanced_order
 
 MAKES: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from training import Job, memory_of, network, sgd
+from shared.training import Job, memory_of, network, sgd
 
 PEAK_STEPS = 4  # the first one makes the optimizer's states; from the third on, remat has a plan
 

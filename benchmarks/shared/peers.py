@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import memsave_ext as ms
 from memsave_ext import _native
 from memsave_ext.checkpoint.fallback.function import checkpoint_apply as python_apply
-from models import reasons
+from shared.models import reasons
 
 TORCH = "torch, use_reentrant=False"
 REENTRANT = "torch, use_reentrant=True"

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import remat_models
-from common import ROOT
+from shared import remat_models
+from shared.common import ROOT
 
 sys.path.insert(0, str(ROOT / "tests"))
 import zoo

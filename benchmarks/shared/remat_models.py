@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memsave_ext as ms
-from models import DenseNet
+from shared.models import DenseNet
 
 Norm = Callable[[int], nn.Module]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from data import Images
-from models import LABELS, OURS, without_checkpoint
-from training import Job, Trainer, one_ulp_away, train
+from shared.data import Images
+from shared.models import LABELS, OURS, without_checkpoint
+from shared.training import Job, Trainer, one_ulp_away, train
 
 Check = dict[str, Any]  # name, text, and ok: None for what is only reported
 EPS = torch.finfo(torch.float32).eps

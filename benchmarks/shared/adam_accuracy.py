@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import data
-from adam_methods import VisionTransformer
-from adam_mode_list import (
+from shared import data
+from shared.adam_methods import VisionTransformer
+from shared.adam_mode_list import (
     CORE,
     DECAY,
     LR,
@@ -39,7 +39,7 @@ from adam_mode_list import (
     Stepper,
     reasons,
 )
-from common import bar
+from shared.common import bar
 
 SNRS = (0.1, 1.0, 10.0)
 TENSORS, ELEMENTS = 4, 8192
