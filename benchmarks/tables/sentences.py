@@ -161,7 +161,7 @@ SENTENCES = (
     ),
     Sentence(
         README,
-        "up to {} times the optimizer's time with AVX-512,",
+        "up to {} times the optimizer's time with AVX2,",
         "adam_modes",
         small_states,
         most,
