@@ -176,18 +176,15 @@ class File:
         """Takes more of the disk, so that no later write finds it full."""
         self.check_process()
         descriptor = self.descriptor()
+        fails = f"no room for {size:,} bytes of {self._content}"
         try:
             os.posix_fallocate(descriptor, self._size, size)
+            fails = f"cannot map {self._content}"
+            mapping = mmap.mmap(descriptor, size, offset=self._size)
         except OSError as error:
             with contextlib.suppress(OSError):  # ext4 keeps what it has found until it was full
                 os.ftruncate(descriptor, self._size)
-            raise self._failed(error, f"no room for {size:,} bytes of {self._content}") from None
-        try:
-            mapping = mmap.mmap(descriptor, size, offset=self._size)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, self._size)
-            raise self._failed(error, f"cannot map {self._content}") from None
+            raise self._failed(error, fails) from None
         made = Region(mapping, 0, self._size, size)
         self._size += size
         return made
