@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +45,17 @@ from shared.adam_methods import (
     available,
     reasons,
 )
-from shared.common import ROOT, balanced_order, bar, copy_bandwidth, machine, write_record
+from shared.common import (
+    balanced_order,
+    bar,
+    copy_bandwidth,
+    figure,
+    machine,
+    parser_of,
+    settings_of,
+    show_bars,
+    write_record,
+)
 from shared.training import CudaMemory
 
 HUGE = [BASE, FOREACH, FUSED, TUTORIAL, AFTER, IN_BACKWARD]
@@ -208,10 +217,7 @@ def bars(rows: list[dict[str, Any]], floor_ms: float | None) -> list[dict[str, A
             ("real step over the tutorial's", ours["real_ms"] / of[TUTORIAL]["real_ms"], 0.6),
             ("real step over torch fused", ours["real_ms"] / fused["real_ms"], 0.9),
         ]
-    return [
-        {"name": name, "value": value, "bar": at_most, "ok": value <= at_most}
-        for name, value, at_most in figures
-    ]
+    return [figure(*each) for each in figures]
 
 
 def show(record: dict[str, Any]) -> None:
@@ -229,23 +235,17 @@ def show(record: dict[str, Any]) -> None:
         print(f"{'floor of huge':60}{record['floor_ms']:14.1f}")
     for row in record["any_optimizer"]:
         print("in_backward({optimizer}): {own_us:.1f} µs and {overhead_us:+.1f}".format(**row))
-    for figure in record["bars"]:
-        verdict = "ok" if figure["ok"] else "MISSED"
-        print(
-            f"{figure['name']:32} {figure['value']:6.2f}  (at most {figure['bar']:.2f}) {verdict}"
-        )
+    show_bars(record["bars"])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--elements", type=int, default=19_500_000, help="of the large job")
     parser.add_argument("--huge", type=int, default=100_000_000, help="elements of the huge job")
     parser.add_argument("--depth", type=int, default=24, help="of the transformer")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA device")
@@ -257,7 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = ("rounds", "elements", "huge", "depth", "threads")
     record = {
         "machine": machine(options.device),
-        "settings": {name: getattr(options, name) for name in names},
+        "settings": settings_of(options, *names),
         "parameters": len(shapes(1, options.depth)),
         "floor_ms": floor_ms,
         "rows": rows,

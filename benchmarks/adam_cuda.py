@@ -7,31 +7,27 @@ beside modes whose states are float32 it moves less, and is shown by itself.
     python benchmarks/adam_cuda.py --save benchmarks/results
 """
 
-import argparse
 import gc
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import memsave_ext as ms
-from cuda_timing import (
-    AS_FAST,
-    SHARE,
-    Cases,
-    Row,
-    add_options,
-    cell,
-    figure,
-    make_row,
-    prepare,
-    show_bars,
-)
+from cuda_timing import AS_FAST, SHARE, Cases, Row, add_options, cell, make_row, prepare
 from shared.adam_mode_list import BF16, FP32, LR, OURS, Mode
-from shared.common import ROOT, Rows, bar, machine, write_record
+from shared.common import (
+    Rows,
+    bar,
+    figure,
+    machine,
+    parser_of,
+    settings_of,
+    show_bars,
+    write_record,
+)
 
 SIZES = [1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 500_000_000]
 LARGE = 1 << 24  # from which the floor should be near
@@ -79,12 +75,12 @@ def cases(size: int, device: str) -> Iterator[tuple[str, float, Cases]]:
 def bars(rows: list[Row]) -> list[dict[str, Any]]:
     mine = [row for row in rows if row["mode"] not in TORCH]
     large = [row for row in mine if row["elements"] >= LARGE]
-    beside = [row for row in mine if row["torch_us"]]
-    figures = [figure("times the speed of torch fused: worst", min(
-        row["torch_us"] / row["ours_us"] for row in beside), AS_FAST)]  # fmt: skip
+    speed = min(row["torch_us"] / row["ours_us"] for row in mine if row["torch_us"])
+    figures = [figure("times the speed of torch fused: worst", speed, AS_FAST, at_least=True)]
     for name in dict.fromkeys(row["mode"] for row in large):
         share = min(row["share"] for row in large if row["mode"] == name)
-        figures.append(figure(f"{name}: share of the floor from 16 M on, worst", share, SHARE))
+        what = f"{name}: share of the floor from 16 M on, worst"
+        figures.append(figure(what, share, SHARE, at_least=True))
     return figures
 
 
@@ -98,16 +94,14 @@ def show(rows: list[Row], bandwidth: float) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     add_options(parser, rounds=10)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="N")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     timer, bandwidth = prepare(parser, options)
     record: dict[str, Any] = {
         "machine": machine(options.device),
-        "settings": {"rounds": options.rounds, "sizes": options.sizes},
+        "settings": settings_of(options, "rounds", "sizes"),
         "copy_bytes_per_us": bandwidth,
     }
     rows = Rows(options.save, "adam_cuda", record)

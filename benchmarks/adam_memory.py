@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +39,16 @@ from shared.adam_methods import (
     reason,
     release,
 )
-from shared.common import ROOT, bar, machine, show_bars, show_left_out, write_record
+from shared.common import (
+    bar,
+    figure,
+    machine,
+    parser_of,
+    settings_of,
+    show_bars,
+    show_left_out,
+    write_record,
+)
 from shared.training import CudaMemory
 
 CHECKPOINTED = f"{IN_BACKWARD} + checkpoint"
@@ -145,8 +153,7 @@ def bars(rows: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
     if device != "cuda":
         return []
     of = {row["method"]: row["step_ms"] for row in rows}
-    ratio = of[IN_BACKWARD] / of[FUSED]
-    return [{"name": "step over torch fused", "value": ratio, "bar": 1.0, "ok": ratio <= 1.0}]
+    return [figure("step over torch fused", of[IN_BACKWARD] / of[FUSED], 1.0)]
 
 
 def show(record: dict[str, Any]) -> None:
@@ -165,7 +172,7 @@ def _times(row: dict[str, Any], base: dict[str, Any], key: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--batch-size", type=int, help="default 1, on a GPU 8")
     parser.add_argument("--steps", type=int, help="default 1, on a GPU 10")
@@ -174,8 +181,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=24)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     on_cuda = options.device == "cuda"
     if on_cuda and not torch.cuda.is_available():
@@ -190,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = ("batch_size", "steps", "repeats", "image", "width", "depth", "threads")
     record = {
         "machine": machine(options.device),
-        "settings": {name: getattr(options, name) for name in names},
+        "settings": settings_of(options, *names),
         "rows": rows,
         "left_out": left_out(options.device),
         "bars": bars(rows, options.device),

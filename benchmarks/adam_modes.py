@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +45,16 @@ from shared.adam_mode_list import (
     available,
     reasons,
 )
-from shared.common import ROOT, bar, copy_bandwidth, machine, write_record
+from shared.common import (
+    bar,
+    copy_bandwidth,
+    figure,
+    machine,
+    parser_of,
+    settings_of,
+    show_bars,
+    write_record,
+)
 from shared.training import CudaMemory
 
 Clock = Callable[[Callable[[], Any]], float]
@@ -235,7 +243,7 @@ def bars(rows: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
         if row["stored"]:
             over = row["measured"] / row["stored"]
             found.append((f"{mode.name}: bytes over arithmetic", over, 1.01))
-    return [{"name": n, "value": v, "bar": b, "ok": v <= b} for n, v, b in found]
+    return [figure(*each) for each in found]
 
 
 def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -278,13 +286,9 @@ def show(record: dict[str, Any]) -> None:
         print(f"{row['method']:40}{line.rstrip()}")
     for name, reason in record["left_out"].items():
         print(f"{name:40} left out: {reason}")
-    for figure in record["bars"]:
-        if not figure["ok"]:
-            print(
-                f"{figure['name']:60} {figure['value']:6.2f} (at most {figure['bar']:.2f}) MISSED"
-            )
-    met = sum(figure["ok"] for figure in record["bars"])
-    print(f"{met} of {len(record['bars'])} bars met")
+    missed = [each for each in record["bars"] if not each["ok"]]
+    show_bars(missed)
+    print(f"{len(record['bars']) - len(missed)} of {len(record['bars'])} bars met")
 
 
 QUICK = {
@@ -294,7 +298,7 @@ QUICK = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--elements", type=int, help="default 20 M, on a GPU 100 M")
@@ -306,8 +310,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=16, help="of that model")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="little of everything")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     on_cuda = options.device == "cuda"
     if on_cuda and not torch.cuda.is_available():
@@ -325,7 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
              "threads")  # fmt: skip
     record = {
         "machine": machine(options.device),
-        "settings": {name: getattr(options, name) for name in names},
+        "settings": settings_of(options, *names),
         "bandwidth": bandwidth,
         "rows": rows,
         "left_out": reasons(options.device),

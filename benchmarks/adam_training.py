@@ -13,7 +13,6 @@ pair; so the least loss that there can be is known, and is recorded.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import multiprocessing
@@ -21,7 +20,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +28,7 @@ from torch import Tensor, nn
 from shared import data
 from shared.adam_methods import VisionTransformer
 from shared.adam_mode_list import OURS, PEERS, Mode, Stepper, available, reasons
-from shared.common import IMPORTS, ROOT, bar, machine, show_left_out, write_record
+from shared.common import IMPORTS, bar, machine, parser_of, show_left_out, write_record
 
 BASE = "torch, fused"
 MODES = (
@@ -163,13 +161,11 @@ def train(case: tuple[str, str, int, int]) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--gpt-steps", type=int, default=600)
     parser.add_argument("--vit-steps", type=int, default=300)
     parser.add_argument("--processes", type=int, default=2, help="of one thread each")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     steps = {"GPT": options.gpt_steps, "ViT": options.vit_steps}
     known = {mode.name: mode for mode in available("cpu") if mode.name in MODES}

@@ -19,14 +19,23 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import memsave_ext as ms
-from shared.common import ROOT, bar, interleave, machine, show_left_out, write_record
+from shared.common import (
+    bar,
+    figure,
+    interleave,
+    machine,
+    parser_of,
+    settings_of,
+    show_bars,
+    show_left_out,
+    write_record,
+)
 
 RESNET50 = [(32, 64, 112, 112), (32, 256, 56, 56), (32, 512, 28, 28)]
 DENSENET = [(64, 60, 32, 32), (64, 342, 8, 8)]  # DenseNet-BC 100, k = 12
@@ -183,10 +192,7 @@ def bars(rows: Sequence[Row]) -> list[dict[str, Any]]:
         ("step, times torch's: mean", mean(step), 1.5),
         ("step, times torch's: worst row", min(step), 1 / SLACK),
     ]
-    return [
-        {"name": name, "value": value, "bar": at_least, "ok": value >= at_least}
-        for name, value, at_least in figures
-    ]
+    return [figure(*each, at_least=True) for each in figures]
 
 
 def show(rows: Sequence[Row], held: Sequence[dict[str, Any]]) -> None:
@@ -203,11 +209,7 @@ def show(rows: Sequence[Row], held: Sequence[dict[str, Any]]) -> None:
             f"{ms_['step']:13.3f} ({ms_['torch step'] / ms_['step']:5.2f})"
             f"{2e-6 * row['bytes'] / ms_['reuse']:7.1f}{2e-6 * row['bytes'] / ms_['copy']:6.1f}"
         )
-    for figure in held:
-        verdict = "ok" if figure["ok"] else "MISSED"
-        print(
-            f"{figure['name']:42} {figure['value']:5.2f}  (at least {figure['bar']:.2f}) {verdict}"
-        )
+    show_bars(held)
     for name in ("forward", "step", f"{PEER} forward", f"{PEER} step"):
         known = [row for row in rows if name in row["ms"]]
         if known:
@@ -221,13 +223,11 @@ def shape_of(text: str) -> tuple[int, ...]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="NxCxHxW")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--quick", action="store_true", help="few rounds of the smallest shape")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     if options.quick:
         options.shapes, options.rounds = [DENSENET[-1]], 3
@@ -240,11 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
     show(rows, held)
     record = {
         "machine": machine(),
-        "settings": {
-            "rounds": options.rounds,
-            "threads": options.threads,
-            "shapes": options.shapes,
-        },
+        "settings": settings_of(options, "rounds", "threads", "shapes"),
         "rows": rows,
         "left_out": reasons(),
         "bars": held,

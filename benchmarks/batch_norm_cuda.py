@@ -12,26 +12,23 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cuda_timing import (
-    AS_FAST,
-    SHARE,
-    Cases,
-    Row,
-    add_options,
-    cell,
+from cuda_timing import AS_FAST, SHARE, Cases, Row, add_options, cell, make_row, prepare
+from shared.common import (
+    Rows,
+    bar,
     figure,
-    make_row,
-    prepare,
+    machine,
+    parser_of,
+    settings_of,
     show_bars,
+    write_record,
 )
-from shared.common import ROOT, Rows, bar, machine, write_record
 
 RESNET50 = [
     (256, 64, 112, 112),
@@ -96,17 +93,16 @@ def measure(options: argparse.Namespace, timer: Any, bandwidth: float, rows: Row
 
 
 def bars(rows: list[Row]) -> list[dict[str, Any]]:
-    figures = []
+    found = []
     for name in PASSES:
         speeds = [row["torch_us"] / row["ours_us"] for row in rows if row["pass"] == name]
-        figures.append(figure(f"{name}, times torch's speed: worst", min(speeds), AS_FAST))
+        found.append((f"{name}, times torch's speed: worst", min(speeds), AS_FAST))
         mean = statistics.geometric_mean(speeds)
-        figures.append(figure(f"{name}, times torch's speed: mean", mean, AS_FAST))
+        found.append((f"{name}, times torch's speed: mean", mean, AS_FAST))
     shares = [r["share"] for r in rows if r["pass"] == "reuse" and r["bytes"] >= LARGE]
     if shares:
-        figures.append(figure("reuse of 64 MiB and more, share of the floor: worst", min(shares),
-                              SHARE))  # fmt: skip
-    return figures
+        found.append(("reuse of 64 MiB and more, share of the floor: worst", min(shares), SHARE))
+    return [figure(*each, at_least=True) for each in found]
 
 
 def show(rows: list[Row], bandwidth: float) -> None:
@@ -123,16 +119,14 @@ def shape_of(text: str) -> tuple[int, ...]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     add_options(parser, rounds=20)
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="NxCxHxW")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     timer, bandwidth = prepare(parser, options)
     record: dict[str, Any] = {
         "machine": machine(options.device),
-        "settings": {"rounds": options.rounds, "shapes": options.shapes},
+        "settings": settings_of(options, "rounds", "shapes"),
         "copy_bytes_per_us": bandwidth,
     }
     rows = Rows(options.save, "batch_norm_cuda", record)

@@ -6,10 +6,8 @@ parameters count. Ratios are to checkpoint() without chunks, of the same round.
     python benchmarks/checkpoint_chunks.py --rounds 9 --save benchmarks/results
 """
 
-import argparse
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +15,15 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 
 import memsave_ext as ms
-from shared.common import ROOT, interleave, machine, median_and_spread, show_bars, write_record
+from shared.common import (
+    figure,
+    interleave,
+    machine,
+    median_and_spread,
+    parser_of,
+    show_bars,
+    write_record,
+)
 
 CHUNKS = 8
 PLAIN, WHOLE, CHUNKED = "plain", "checkpoint", f"checkpoint, chunks={CHUNKS}"
@@ -80,18 +86,15 @@ def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     (ours,) = (row for row in rows if row["case"] == CHUNKED)
     found = {"peak": (ours["peak_of_whole"], PEAK), "time": (ours["of_whole"], TIME)}
     return [
-        {"name": f"{CHUNKED}: {what}, of {WHOLE}", "value": value, "bar": bar, "ok": value <= bar}
-        for what, (value, bar) in found.items()
+        figure(f"{CHUNKED}: {what}, of {WHOLE}", value, bar) for what, (value, bar) in found.items()
     ]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="a small layer, to see that it runs")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     shape = (256, 32, 512) if options.tiny else (8192, 256, 4096)

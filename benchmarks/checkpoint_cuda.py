@@ -20,14 +20,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import memsave_ext as ms
-from shared.common import ROOT, balanced_order, bar, machine, seconds_together, write_record
+from shared.common import (
+    balanced_order,
+    bar,
+    machine,
+    parser_of,
+    seconds_together,
+    settings_of,
+    write_record,
+)
 from shared.models import LABELS, DenseNet, norm_of
 
 ENGINE_HOOKS = "memsave_ext_checkpoint, engine hooks"
@@ -174,7 +181,7 @@ def show(record: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--depth", type=int, default=100, help="of the DenseNet-BC")
     parser.add_argument("--growth", type=int, default=12, help="its growth rate")
@@ -182,18 +189,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="of each replica in a round")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {options.device} needs a CUDA device")
     torch.manual_seed(0)
+    names = ("depth", "growth", "batches", "rounds", "threads", "steps")
     record = {
         "machine": machine(options.device),
-        "settings": {
-            name: getattr(options, name)
-            for name in ("depth", "growth", "batches", "rounds", "threads", "steps")
-        },
+        "settings": settings_of(options, *names),
         "labels": {method: label(method) for method in METHODS},
         "overhead": [row for batch in options.batches for row in overhead(batch, options)],
         "replicas": [row for batch in options.batches for row in replicas(batch, options)],

@@ -13,14 +13,13 @@ than a forward.
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plot import draw
-from shared.common import ROOT, Rows, interleave, machine, show_left_out, write_record
+from shared.common import Rows, interleave, machine, parser_of, show_left_out, write_record
 from shared.models import STRATEGIES, DenseLayer, reasons
 from shared.peers import REENTRANT, TORCH, steps
 
@@ -82,12 +81,10 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--saved-tensors", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--rounds", type=int, default=600)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
 

@@ -7,21 +7,20 @@ the figure is the time per region and thread, flat where threads do not disturb 
     python benchmarks/checkpoint_threads.py --save benchmarks/results
 """
 
-import argparse
 import functools
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from checkpoint_overhead import chain
 from shared.common import (
-    ROOT,
     balanced_order,
     bar,
     machine,
     median_and_spread,
+    parser_of,
     seconds_together,
+    settings_of,
     show_left_out,
     write_record,
 )
@@ -43,12 +42,10 @@ def run(step: list[Callable[[], None]], calls: int) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--calls", type=int, default=100)
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     replicas = [steps(*chain(8, "cpu")) for _ in range(max(options.threads))]
@@ -69,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
             {"peer": name, "threads": n, "us": value}
             for n, value in zip(options.threads, medians, strict=True)
         ]
-    settings = {"rounds": options.rounds, "calls": options.calls, "threads": options.threads}
+    settings = settings_of(options, "rounds", "calls", "threads")
     show_left_out(reasons())
     record = {"machine": machine(), "settings": settings, "rows": rows, "left_out": reasons()}
     print(write_record(options.save, "checkpoint_threads", record))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from memsave_ext.check.timing import Flush, events
-from shared.common import balanced_order, device_name, machine
+from shared.common import balanced_order, copy_bandwidth, device_name, machine
 
 Cases = dict[str, Callable[[], Any]]
 Row = dict[str, Any]
@@ -56,11 +56,8 @@ class Timer:
 
     def bandwidth(self) -> float:
         """Bytes that a copy reads and writes in a microsecond."""
-        source = torch.randint(
-            256, (1 << 30 if self.on_cuda else 1 << 20,), dtype=torch.uint8, device=self.device
-        )
-        target = torch.empty_like(source)
-        return 2 * source.nbytes / self.medians({"copy": lambda: target.copy_(source)})["copy"]
+        nbytes = 1 << 30 if self.on_cuda else 1 << 20
+        return copy_bandwidth(lambda run: self.medians({"copy": run})["copy"], self.device, nbytes)
 
 
 def add_options(parser: argparse.ArgumentParser, rounds: int) -> None:
@@ -102,18 +99,6 @@ def cell(row: Row) -> str:
     """Time, floor, share of it, and times torch's speed."""
     beside = f"{row['torch_us'] / row['ours_us']:5.2f}x" if row["torch_us"] else f"{'':6}"
     return f"{row['ours_us']:9.1f} /{row['floor_us']:9.1f} {row['share']:5.0%} {beside}"
-
-
-def figure(name: str, value: float, bar: float, at_least: bool = True) -> dict[str, Any]:
-    ok = value >= bar if at_least else value <= bar
-    return {"name": name, "value": value, "bar": bar, "at_least": at_least, "ok": ok}
-
-
-def show_bars(bars: list[dict[str, Any]]) -> None:
-    for item in bars:
-        word = "at least" if item["at_least"] else "at most"
-        verdict = "ok" if item["ok"] else "MISSED"
-        print(f"{item['name']:64} {item['value']:6.2f} ({word} {item['bar']:.2f}) {verdict}")
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +25,13 @@ import torch
 from plot import draw
 from shared.checks import median_ratio
 from shared.common import (
-    ROOT,
     bar,
+    figure,
     interleave,
     machine,
     median_and_spread,
+    parser_of,
+    settings_of,
     show_bars,
     show_left_out,
     write_record,
@@ -150,11 +151,11 @@ def bars(rows: list[Row]) -> list[Row]:
         if row["method"] == "memsave_ext" and peer and peer["peak_memory_bytes"]:
             ratio = row["peak_memory_bytes"] / peer["peak_memory_bytes"]
             figures.append((f"{where}: memory over torch's", ratio, 1.01))
-    return [{"name": n, "value": v, "bar": b, "ok": v <= b} for n, v, b in figures]
+    return [figure(*each) for each in figures]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
@@ -163,8 +164,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--depth", type=int, help="default 100, on a CPU 64")
     parser.add_argument("--growth-rate", type=int, help="default 12, on a CPU 6")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA device")
@@ -186,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = ("devices", "batch_sizes", "methods", "depth", "growth_rate", "rounds")
     record = {
         "machine": machine(options.device),
-        "settings": {name: getattr(options, name) for name in names} | {"threads": 1},
+        "settings": settings_of(options, *names) | {"threads": 1},
         "rows": rows,
         "left_out": reasons(),
         "bars": bars(rows),

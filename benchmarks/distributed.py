@@ -50,11 +50,14 @@ import memsave_ext as ms
 from shared.adam_methods import VisionTransformer
 from shared.common import (
     IMPORTS,
-    ROOT,
     balanced_order,
     bar,
+    figure,
     machine,
     median_and_spread,
+    parser_of,
+    settings_of,
+    show_bars,
     show_left_out,
     write_record,
 )
@@ -337,20 +340,8 @@ def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ratio = ours["seconds_per_step"] / (naive["seconds_per_step"] + recompute)
         more = ours["collectives"] - naive["collectives"]
         job = f"{network}, {engine}"
-        found += [
-            {
-                "name": f"{job}: time over naive and recompute",
-                "value": ratio,
-                "bar": BAR,
-                "ok": ratio <= BAR,
-            },
-            {
-                "name": f"{job}: collectives more than naive",
-                "value": more,
-                "bar": 0,
-                "ok": more <= 0,
-            },
-        ]
+        found.append(figure(f"{job}: time over naive and recompute", ratio, BAR))
+        found.append(figure(f"{job}: collectives more than naive", more, 0))
     return found
 
 
@@ -392,14 +383,12 @@ def saved_in_backward(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, help="default 5, with --quick 2")
     parser.add_argument("--threads", type=int, default=1, help="of one process")
     parser.add_argument("--quick", action="store_true", help="toy sizes")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA device")
@@ -415,7 +404,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = ("ranks", "rounds", "threads", "backend")
     record = {
         "machine": machine(options.device),
-        "settings": {name: getattr(options, name) for name in names} | asdict(sizes),
+        "settings": settings_of(options, *names) | asdict(sizes),
         "rows": rows,
         "left_out": left_out,
         "bars": bars(rows),
@@ -424,9 +413,7 @@ def main(arguments: list[str] | None = None) -> int:
     for line in saved_in_backward(rows):
         print(line)
     show_left_out(left_out)
-    for figure in record["bars"]:
-        verdict = "ok" if figure["ok"] else "MISSED"
-        print(f"{figure['name']}: {figure['value']:.3g} (at most {figure['bar']:g}) {verdict}")
+    show_bars(record["bars"])
     print(write_record(options.save, "distributed", record))
     return 0
 

@@ -9,12 +9,10 @@ bus in, or the bus out. No card has run it.
     python benchmarks/elsewhere.py --save benchmarks/results
 """
 
-import argparse
 import functools
 import itertools
 import sys
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ import torch
 import memsave_ext as ms
 from real_row import build
 from shared.cards import BUS_REACHED, CARDS, FLOPS_REACHED, MEMORY_REACHED, Card, timed_as
-from shared.common import ROOT, Rows, machine, write_record
+from shared.common import Rows, machine, parser_of, write_record
 from shared.real_models import SHAPES, Shape
 
 BFLOAT16, GIB = 2, 2**30  # bytes
@@ -123,11 +121,9 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=4096, help="of a sequence")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     record: dict[str, Any] = {
         "machine": machine(),

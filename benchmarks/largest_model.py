@@ -18,7 +18,6 @@ import itertools
 import statistics
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,17 @@ import torch
 from plot import draw
 from shared import adam_methods
 from shared.adam_methods import IN_BACKWARD
-from shared.common import ROOT, Rows, bar, interleave, machine, show_bars, write_record
+from shared.common import (
+    Rows,
+    bar,
+    figure,
+    interleave,
+    machine,
+    parser_of,
+    settings_of,
+    show_bars,
+    write_record,
+)
 from shared.largest_ways import (
     COMPILED,
     GPT,
@@ -178,17 +187,15 @@ def bars(rows: list[Row], most_batch: int) -> list[Row]:
             # Where both searches ended at their limit nothing is known.
             if theirs and not (what == "batch" and theirs == ours == most_batch):
                 label = f"{kind}, {size(budget)}: {what} over {other}"
-                ratio, goal = ours / theirs, GOALS[kind]
-                found.append({"name": label, "value": ratio, "bar": goal, "ok": ratio >= goal})
+                found.append((label, ours / theirs, GOALS[kind]))
         if "time" in row:
-            speed, label = 1 / row["time"], f"{kind}, {size(budget)}: speed of a step over {THEIRS}"
-            found.append({"name": label, "value": speed, "bar": 1.0, "ok": speed >= 1.0})
+            label = f"{kind}, {size(budget)}: speed of a step over {THEIRS}"
+            found.append((label, 1 / row["time"], 1.0))
         if naive := of[kind, budget, NAIVE]["depth"]["largest"]:
             ratio = of[kind, budget, LOWEST]["depth"]["largest"] / naive
             label = f"{kind}, {size(budget)}: depth of {LOWEST} over {NAIVE}"
-            bar_ = GOAL_OF_FORMATS
-            found.append({"name": label, "value": ratio, "bar": bar_, "ok": ratio >= bar_})
-    return found
+            found.append((label, ratio, GOAL_OF_FORMATS))
+    return [figure(*each, at_least=True) for each in found]
 
 
 DEFAULTS = {  # of the options: on a CPU, on a GPU
@@ -207,7 +214,7 @@ DEFAULTS = {  # of the options: on a CPU, on a GPU
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     for name in ("--budget-gb", "--gpt-budget-gb"):
         parser.add_argument(name, type=float, nargs="*", help="GB, of the ViT and of the GPT")
@@ -217,8 +224,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="steps that are timed")
     parser.add_argument("--compiled", action="store_true", help="also torch.compile's budget")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     on_cuda = options.device == "cuda"
     if on_cuda and not torch.cuda.is_available():
@@ -239,12 +244,12 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", "remat: the budget")  # of tries that do not fit
     record: dict[str, Any] = {
         "machine": machine(options.device),
-        "settings": {name: getattr(options, name) for name in (*DEFAULTS, "threads")},
+        "settings": settings_of(options, *DEFAULTS, "threads"),
     }
     rows = measure(options, Rows(options.save, "largest_model", record, "searches"))
     record |= {"rows": rows, "bars": bars(rows, options.most_batch)}
     print(f"\n{largest_model_table(record)}\n\n{largest_model_caption(record)}\n")
-    show_bars(record["bars"], "at least")
+    show_bars(record["bars"])
     path = write_record(options.save, "largest_model", record)
     print(f"{path}\n{draw(path)}")
     return 0

@@ -8,9 +8,7 @@ step of Adam; the others do without one.
     python benchmarks/linear_cross_entropy.py --device cuda --dtype bfloat16 --shapes 4
 """
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +16,13 @@ from torch.nn import functional as F
 
 import memsave_ext as ms
 from shared.common import (
-    ROOT,
     Rows,
+    figure,
     interleave,
     machine,
     median_and_spread,
+    parser_of,
+    settings_of,
     show_bars,
     write_record,
 )
@@ -140,7 +140,7 @@ def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 values["time, of torch's chunked"] = (ratio, chunked)
             for what, (value, bar) in values.items():
                 name = f"{case}, {'x'.join(map(str, shape))}: {what}"
-                found.append({"name": name, "value": value, "bar": bar, "ok": value <= bar})
+                found.append(figure(name, value, bar))
     return found
 
 
@@ -151,15 +151,13 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shapes", type=int, default=1, help="how many of them; there are 4")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA device")
@@ -168,7 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
     names = ("rounds", "threads", "tiny", "device", "dtype")
     record: dict[str, Any] = {
         "machine": machine(options.device),
-        "settings": {name: getattr(options, name) for name in names},
+        "settings": settings_of(options, *names),
     }
     print(f"{'tokens x features x classes':30}{'':36}{'peak/weight':>12}{'time':>9}{'/plain':>8}")
     rows = Rows(options.save, "linear_cross_entropy", record, line=line_of)

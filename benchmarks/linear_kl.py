@@ -11,10 +11,8 @@ they are differentiated, too.
     python benchmarks/linear_kl.py --shapes 4 --save benchmarks/results
 """
 
-import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +21,14 @@ from torch.nn import functional as F
 
 import memsave_ext as ms
 from shared.common import (
-    ROOT,
     Rows,
     balanced_order,
     bar,
+    figure,
     machine,
     median_and_spread,
+    parser_of,
+    settings_of,
     show_bars,
     show_left_out,
     write_record,
@@ -175,10 +175,10 @@ def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             values = {"peak, of the logits": row["of_logits"], "time, of torch's": row["of_torchs"]}
             for (what, value), most in zip(values.items(), BARS, strict=True):
                 name = f"{row['loss']}, {shape}: {what}"
-                found.append({"name": name, "value": value, "bar": most, "ok": value <= most})
+                found.append(figure(name, value, most))
             if (value := row.get("of_log_probs")) is not None:
-                name, most = f"{row['loss']}, {shape}: time, of that without entropies", ENTROPY_BAR
-                found.append({"name": name, "value": value, "bar": most, "ok": value <= most})
+                name = f"{row['loss']}, {shape}: time, of that without entropies"
+                found.append(figure(name, value, ENTROPY_BAR))
     return found
 
 
@@ -189,17 +189,15 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shapes", type=int, default=1, help="how many of them; there are 4")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     record: dict[str, Any] = {
         "machine": machine("cpu"),
-        "settings": {name: getattr(options, name) for name in ("rounds", "tiny")},
+        "settings": settings_of(options, "rounds", "tiny"),
     }
     if isinstance(reason := liger(), str):
         record["left_out"] = {"liger-kernel": reason}

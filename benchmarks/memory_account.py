@@ -11,7 +11,6 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ import memsave_ext as ms
 from memsave_ext.memory.report import as_json
 from plot import draw
 from shared.adam_methods import VisionTransformer
-from shared.common import ROOT, Rows, bar, machine, write_record
+from shared.common import Rows, bar, machine, parser_of, settings_of, write_record
 
 LR = 1e-4
 POINTS = 200  # of each timeline
@@ -64,15 +63,13 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2, help="the first makes Adam's states")
     parser.add_argument("--image", type=int, default=224)
     for key, value in SMALL.items():
         parser.add_argument(f"--{key}", type=int, help=f"default {value}, on a GPU {LARGE[key]}")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA device")
@@ -84,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = ("batch_size", "steps", "image", *SMALL)
     record = {
         "machine": machine(options.device),
-        "settings": {name: getattr(options, name) for name in names},
+        "settings": settings_of(options, *names),
     }
     rows = Rows(options.save, "memory_account", record, line=line_of)
     for name in bar(list(LOOPS), show=options.progress):

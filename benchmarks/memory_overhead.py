@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +18,13 @@ from torch import nn
 
 import memsave_ext as ms
 from shared.common import (
-    ROOT,
     balanced_order,
     bar,
+    figure,
     machine,
     median_and_spread,
+    parser_of,
+    settings_of,
     show_bars,
     write_record,
 )
@@ -82,7 +83,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=4, help="timed, in each round and case")
     parser.add_argument("--depth", type=int, default=64)
@@ -90,8 +91,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--method", default="naive", help="of densenet.py")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     rows = measure(options)
@@ -99,16 +98,9 @@ def main(arguments: list[str] | None = None) -> int:
     tracked = next(row for row in rows if row["case"] == "track(model, optimizer)")
     record = {
         "machine": machine(),
-        "settings": {name: getattr(options, name) for name in names},
+        "settings": settings_of(options, *names),
         "rows": rows,
-        "bars": [
-            {
-                "name": "step tracked over not tracked",
-                "value": tracked["ratio"],
-                "bar": BAR,
-                "ok": tracked["ratio"] <= BAR,
-            }
-        ],
+        "bars": [figure("step tracked over not tracked", tracked["ratio"], BAR)],
     }
     for row in rows:
         changes = f"{row['changes']} changes" if row["changes"] else ""

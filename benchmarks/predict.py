@@ -7,12 +7,10 @@ Adam in backward, and with its 8-bit states. Nothing is timed.
     python benchmarks/predict.py --every 1 --save benchmarks/results    # all models: five minutes
 """
 
-import argparse
 import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ import memsave_ext as ms
 from memsave_ext.predict.techniques import Techniques
 from memsave_ext.shared.table import format_bytes, print_table
 from shared.adam_methods import VisionTransformer
-from shared.common import ROOT, Rows, machine, write_record
+from shared.common import Rows, machine, parser_of, write_record
 from shared.models import DenseNet
 
 MODES = {
@@ -144,11 +142,9 @@ def error_of(row: dict[str, Any]) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="only models named like this")
     parser.add_argument("--every", type=int, default=4, help="of so many models one is taken")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     settings = {"only": options.only, "every": options.every, "modes": list(MODES)}
     record: dict[str, Any] = {"machine": machine(), "settings": settings}

@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ import memsave_ext as ms
 from memsave_ext.predict.techniques import Techniques
 from memsave_ext.shared.table import print_table
 from predict import cases
-from shared.common import ROOT, Rows, balanced_order, machine, write_record
+from shared.common import Rows, balanced_order, machine, parser_of, settings_of, write_record
 from tables.memory import time_errors
 
 PLAIN = Techniques()
@@ -84,20 +83,16 @@ def timed(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="only models named like this")
     parser.add_argument("--every", type=int, default=7, help="of so many models one is taken")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each technique")
     parser.add_argument("--budget", type=float, default=0.7, help="of the plain step's peak")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--no-progress", action="store_true", help="has no effect: it draws no bar")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", "remat: the budget of")
-    settings = {
-        name: getattr(options, name) for name in ("only", "every", "rounds", "budget", "threads")
-    }
+    settings = settings_of(options, "only", "every", "rounds", "budget", "threads")
     record: dict[str, Any] = {"machine": machine(), "settings": settings}
     rows = Rows(options.save, "predict_time", record)
     for number, (name, build) in enumerate(cases()):

@@ -25,7 +25,18 @@ from pathlib import Path
 from typing import Any
 
 from plot import draw
-from shared.common import ROOT, Rows, bar, machine, newest, result_path, show_bars, write_record
+from shared.common import (
+    ROOT,
+    Rows,
+    bar,
+    figure,
+    machine,
+    newest,
+    parser_of,
+    result_path,
+    show_bars,
+    write_record,
+)
 from shared.real_models import GIB, METHODS, MIB, MOVING, PLAIN, SHAPES, TINY, format_of, needs
 from tables.real_limit import on_disk, real_limit_caption, real_limit_table, seconds, typical
 
@@ -154,12 +165,12 @@ def bars(rows: list[Row]) -> list[Row]:
             value /= SAME_LOSS
             # Moments and weights of bfloat16 round at other places.
             most = 1.0 if row["format"] == "float32" else 100.0
-            found.append({"name": name, "value": value, "bar": most, "ok": value <= most})
+            found.append(figure(name, value, most))
         if not row["died"] and (least := on_disk(row)) is not None:
             name = f"{model}, {limit / GIB:g} GiB, {method}: wall time over the larger of"
             name += " processor's and disk's"
             value = typical(row["seconds"]) / max(seconds(row), least)
-            found.append({"name": name, "value": value, "bar": 1.2, "ok": value <= 1.2})
+            found.append(figure(name, value, 1.2))
     return found
 
 
@@ -178,7 +189,7 @@ def kept(options: argparse.Namespace, record: Row) -> list[Row]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     models = [name for name in SHAPES if name not in TINY]
     parser.add_argument("--only", nargs="+", choices=SHAPES, default=models, metavar="MODEL")
     parser.add_argument("--limits", nargs="+", type=float, default=LIMITS, metavar="GIB")
@@ -188,8 +199,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds of a row")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="of a disk, no tmpfs")
     parser.add_argument("--fresh", action="store_true", help="keep no rows of an earlier run")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     if min(options.limits) <= 0:
         parser.error("--limits must be more than 0")
@@ -217,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
     ordered = sorted(rows, key=place)
     record |= {"seconds": took, "rows": ordered, "bars": bars(ordered)}
     print(f"\n{real_limit_table(record)}\n\n{real_limit_caption(record)}\n")
-    show_bars(record["bars"], "at most")
+    show_bars(record["bars"])
     path = write_record(options.save, "real_limit", record)
     print(f"{path}\n{draw(path)}")
     return 0

@@ -19,7 +19,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,13 +32,15 @@ from torch.utils.checkpoint import (
 )
 
 import memsave_ext as ms
-from memsave_ext import _C
+from memsave_ext import _native
 from shared.common import (
-    ROOT,
     Rows,
+    figure,
     interleave,
     machine,
     median_and_spread,
+    parser_of,
+    settings_of,
     show_bars,
     write_record,
 )
@@ -207,11 +208,11 @@ class Small(nn.Module):
 @contextmanager
 def observed() -> Iterator[None]:
     """An observer that is told of every operator and does nothing: the least that a block takes."""
-    handle = _C.remat_observe_nothing()
+    handle = _native.module.remat_observe_nothing()
     try:
         yield
     finally:
-        _C.remat_stop_observing(handle)
+        _native.module.remat_stop_observing(handle)
 
 
 def host_times(rounds: int) -> list[dict[str, Any]]:
@@ -262,11 +263,7 @@ def bars(name: str, case: Case, rows: list[dict[str, Any]]) -> list[dict[str, An
         (f"{name}: activations", of[REMAT]["memory"], case.memory),
         (f"{name}: time", of[REMAT]["time"], case.time),
     )
-    return [
-        {"name": what, "value": value, "bar": bar, "ok": value <= bar}
-        for what, value, bar in figures
-        if bar is not None
-    ]
+    return [figure(*each) for each in figures if each[-1] is not None]
 
 
 def lines_of(measured: dict[str, Any]) -> str:
@@ -279,7 +276,7 @@ def lines_of(measured: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--scale", type=int, default=1, help="multiplies batches")
@@ -289,15 +286,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     torch._dynamo.config.recompile_limit = 100  # of one function: past that it runs as it is
     names = ("rounds", "warmup", "scale", "only", "threads", "compiled")
     record: dict[str, Any] = {
         "machine": machine(options.device),
-        "settings": {name: getattr(options, name) for name in names},
+        "settings": settings_of(options, *names),
     }
     models, held = Rows(options.save, "remat", record, "models", lines_of), []
     for name in options.only:
@@ -310,10 +305,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"us of the host for an operator, {host['program']}: {each}")
     planned = planning()
     print(f"plans for {planned['operators']} operators: {planned['seconds'] * 1e3:.0f} ms")
-    value = planned["seconds"]
-    held.append(
-        {"name": "planning", "value": value, "bar": PLANNING_BAR, "ok": value <= PLANNING_BAR}
-    )
+    held.append(figure("planning", planned["seconds"], PLANNING_BAR))
     record |= {"models": models, "host": hosts, "planning": planned, "bars": held}
     show_bars(held, digits=3)
     print(write_record(options.save, "remat", record))

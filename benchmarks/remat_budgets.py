@@ -26,7 +26,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -45,11 +44,12 @@ from shared.budget_models import (
     checkpoint_blocks,
 )
 from shared.common import (
-    ROOT,
     Rows,
+    figure,
     interleave,
     machine,
     median_and_spread,
+    parser_of,
     show_bars,
     write_record,
 )
@@ -305,23 +305,21 @@ def bars(rows: list[Row]) -> tuple[list[Row], list[Row]]:
     for number in STEPS if good else ():
         ratios = [row[f"ratio_{number}"] for row in good]
         kept = sum(ratio <= PROMISED for ratio in ratios) / len(ratios)
-        bar = 0.95 if number == 1 else 1.0
         name = f"step {number}, within {PROMISED} of what was promised"
-        shares.append({"name": name, "value": kept, "bar": bar, "ok": kept >= bar})
+        shares.append(figure(name, kept, 0.95 if number == 1 else 1.0, at_least=True))
         most = EXCEPTIONS if number == 1 else PROMISED
-        value = max(ratios)
-        worst.append({"name": f"step {number}", "value": value, "bar": most, "ok": value <= most})
+        worst.append(figure(f"step {number}", max(ratios), most))
     for row in good:
         if f"time_{CHECKPOINT}" not in row:
             continue
         value = row["time"] / row[f"time_{CHECKPOINT}"]
         name = f"{row['model']}: time over that of checkpoints with the same memory"
-        worst.append({"name": name, "value": value, "bar": 1.0, "ok": value <= 1})
+        worst.append(figure(name, value, 1.0))
     return shares, worst
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="MODEL", default=[*NAMES])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     parser.add_argument("--budgets", nargs="+", type=float, metavar="SHARE", default=[*SHARES])
@@ -332,13 +330,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-checkpoint", dest="checkpoint", action="store_false")
     parser.add_argument("--quick", action="store_true", help="one model, budget and round")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", action="store_true", help="ignored")
     options = parser.parse_args(arguments)
     if options.quick:
         options.only, options.budgets, options.rounds = [*WITHOUT_LIBRARIES], [0.6], 1
         options.every = 1
-    settings = {k: v for k, v in vars(options).items() if k not in ("quick", "save", "no_progress")}
+    settings = {k: v for k, v in vars(options).items() if k not in ("quick", "save", "progress")}
     record: Row = {"machine": machine(), "settings": settings}
     rows = Rows(options.save, "remat_budgets", record, line=line_of)
     measurements = Measurements(options)
@@ -346,7 +342,7 @@ def main(arguments: list[str] | None = None) -> int:
         if (row := measurements.row(*case)) is not None:
             rows.append(row)
     shares, worst = bars(rows)
-    show_bars(shares, "at least")
+    show_bars(shares)
     show_bars(worst, digits=3)
     record |= {"rows": rows, "bars": [*shares, *worst]}
     print(write_record(options.save, "remat_budgets", record))

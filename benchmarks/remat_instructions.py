@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 import memsave_ext as ms
-from memsave_ext import _C
+from memsave_ext import _native
 from remat import PLAIN, RECORDED, REMAT, Small, observed
-from shared.common import ROOT, machine, write_record
+from shared.common import ROOT, machine, parser_of, settings_of, write_record
 
 OBSERVER, UNNEEDED = "an observer that does nothing", "a budget that is not needed"
 HALF = "budget 0.5"
@@ -70,7 +70,7 @@ def run(requests: Path, lengths: list[int], warmup: int) -> None:
     x = torch.randn(2, 8, requires_grad=True)
     for program, linear in PROGRAMS.items():
         for length in lengths:
-            _C.remat_forget()  # the other length began with the same operators
+            _native.module.remat_forget()  # the other length began with the same operators
             for way, (model, block) in ways_of(Small(linear, length)).items():
                 for number in range(warmup + COUNTED):
                     if number == warmup:
@@ -129,11 +129,9 @@ def rows_of(found: dict[str, int], lengths: list[int]) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--lengths", type=int, nargs=2, default=[8, 24], help="layers of the two")
     parser.add_argument("--warmup", type=int, default=8, help="steps before those that count")
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.run:
@@ -142,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not shutil.which("valgrind"):
         print("remat_instructions left out: valgrind is not installed")
         return 0
-    settings = {name: getattr(options, name) for name in ("lengths", "warmup")}
+    settings = settings_of(options, "lengths", "warmup")
     rows = rows_of(count(options.lengths, options.warmup), options.lengths)
     for row in rows:
         for way, each in row["operator"].items():

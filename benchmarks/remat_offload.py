@@ -35,7 +35,15 @@ import memsave_ext as ms
 from memsave_ext.dry_run.child import writing_files
 from remat import BLOCKS, PLAIN, activations, checkpointed, forward
 from shared.cards import BUS_REACHED, CARDS, FLOPS_REACHED, MEMORY_REACHED, Card, timed_as
-from shared.common import ROOT, Rows, interleave, machine, median_and_spread, write_record
+from shared.common import (
+    Rows,
+    interleave,
+    machine,
+    median_and_spread,
+    parser_of,
+    settings_of,
+    write_record,
+)
 from shared.remat_models import Case, Transformer, cases
 
 MODELS = ("GPT", "ViT")
@@ -290,7 +298,7 @@ def left_out() -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=3, help="until steps are planned")
     parser.add_argument("--scale", type=int, default=4, help="multiplies batches")
@@ -305,8 +313,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--folder", help="where files are; None: of the system")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     if options.quick:
         options.rounds, options.warmup, options.scale, options.only = 1, 0, 1, ["ViT"]
@@ -324,7 +330,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     names = ("rounds", "warmup", "scale", "share", "only", "threads")
     record: dict[str, Any] = {
         "machine": machine(),
-        "settings": {name: getattr(options, name) for name in names},
+        "settings": settings_of(options, *names),
         "load": [round(load, 1) for load in os.getloadavg()],
         "left_out": left_out(),
     }
@@ -338,7 +344,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 def simulated(options: argparse.Namespace) -> dict[str, Any]:
     record: dict[str, Any] = {
         "machine": machine(),
-        "settings": {name: getattr(options, name) for name in ("shares", "layers", "tokens")},
+        "settings": settings_of(options, "shares", "layers", "tokens"),
         "cards": [asdict(card) for card in CARDS],
         "reached": [FLOPS_REACHED, MEMORY_REACHED, BUS_REACHED],
     }

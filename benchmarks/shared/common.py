@@ -1,5 +1,6 @@
 """What the benchmarks share: the machine, result files, fair timing, summaries."""
 
+import argparse
 import datetime
 import gc
 import json
@@ -19,6 +20,20 @@ ROOT = Path(__file__).resolve().parents[2]
 # What takes seconds: a benchmark's processes are forked from one that has imported it.
 IMPORTS = ["memsave_ext", "torch._dynamo", "torch.distributed.fsdp"]
 _STARTED = time.monotonic()
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the first line of a script's ``__doc__``, and the options that scripts share:
+    where results go, and whether bars of progress are drawn."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
+    parser.add_argument("--no-progress", dest="progress", action="store_false")
+    return parser
+
+
+def settings_of(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The options of these names, as a record's ``settings`` have them."""
+    return {name: getattr(options, name) for name in names}
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
@@ -93,10 +108,10 @@ def device_name(of: dict[str, Any]) -> str:
     return of["gpu"] if of["device"] == "cuda" else f"{of['cpu']}, {of['cores']} cores"
 
 
-def result_path(folder: Path, claim: str, of: dict[str, Any], suffix: str = ".json") -> Path:
+def result_path(folder: Path, claim: str, of: dict[str, Any]) -> Path:
     """``claim-device.json``: a file per kind of machine, so that none overwrites another's."""
     slug = re.sub(r"[^a-z0-9]+", "-", device_name(of).lower()).strip("-")
-    return folder / f"{claim}-{slug}{suffix}"
+    return folder / f"{claim}-{slug}.json"
 
 
 # What two runs must share, and their settings, for the later one to be the earlier one repeated.
@@ -293,18 +308,32 @@ def show_left_out(reasons: dict[str, str]) -> None:
         print(f"{name} left out: {reason}")
 
 
-def show_bars(bars: Iterable[dict[str, Any]], word: str = "at most", digits: int = 2) -> None:
+def figure(name: str, value: float, bar: float, at_least: bool = False) -> dict[str, Any]:
+    """One of a record's ``bars``: what was measured, and the most or the least that it may be."""
+    ok = value >= bar if at_least else value <= bar
+    return {"name": name, "value": value, "bar": bar, "ok": ok, "at_least": at_least}
+
+
+def goal_word(bar: dict[str, Any]) -> str:
+    """Whether a bar is the most or the least. Older records do not say it."""
+    at_least = bar.get("at_least", (bar["value"] <= bar["bar"]) != bar["ok"])
+    return "at least" if at_least else "at most"
+
+
+def show_bars(bars: Iterable[dict[str, Any]], digits: int = 2) -> None:
     """Each bar, its figure and whether it is held; run_all.py repeats what is missed."""
     for each in bars:
         verdict = "ok" if each["ok"] else "MISSED"
         value = f"{each['value']:.{digits}f}"
-        print(f"{each['name']}: {value} ({word} {each['bar']:.2f}) {verdict}")
+        print(f"{each['name']}: {value} ({goal_word(each)} {each['bar']:.2f}) {verdict}")
 
 
-def copy_bandwidth(time_of: Callable[[Callable[[], Any]], float]) -> float:
-    """Bytes that a GPU's copy reads and writes, per unit of what ``time_of`` returns."""
+def copy_bandwidth(
+    time_of: Callable[[Callable[[], Any]], float], device: str = "cuda", nbytes: int = 1 << 30
+) -> float:
+    """Bytes that a copy on a device reads and writes, per unit of what ``time_of`` returns."""
     import torch
 
-    source = torch.randint(256, (1 << 30,), dtype=torch.uint8, device="cuda")
+    source = torch.randint(256, (nbytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / time_of(lambda: target.copy_(source))

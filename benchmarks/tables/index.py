@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shared.common import newest
+from shared.common import goal_word, newest
 from tables import Record, machine_name, markdown
 
 
@@ -39,4 +39,4 @@ def missed(results: Path) -> str:
 
 
 def _goal(bar: Record) -> str:
-    return f"{'at most' if bar['value'] > bar['bar'] else 'at least'} {bar['bar']:.3g}"
+    return f"{goal_word(bar)} {bar['bar']:.3g}"

@@ -195,7 +195,9 @@ SENTENCES = (
         two_heads,
         range_of,
     ),
-    Sentence(BENCHMARKS, "`linear_log_probs` up to {} times,", "linear_kl", log_probs, most),
+    Sentence(
+        BENCHMARKS, "`linear_log_probs` up to {} % more,", "linear_kl", log_probs, most_percent
+    ),
     Sentence(
         BENCHMARKS,
         "8-bit states cost time on a CPU: {} to {} times a float32 step's",
@@ -247,7 +249,7 @@ SENTENCES = (
     ),
     Sentence(
         "docs/linear_cross_entropy.md",
-        "Liger's takes about {} of its time with `beta` 0 or 1",
+        "it takes about {} of the time with `beta` 0 or 1",
         "linear_kl",
         liger,
         mean,
