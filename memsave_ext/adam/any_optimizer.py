@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from . import modes, own_step_trial
+from . import modes, own_step_trial, owners
 from .native import Native
 from .own_optimizer import OwnStep, class_of, step_of
 from .step_in_backward import BUCKET_BYTES, SMALL_BYTES
@@ -83,10 +83,8 @@ def in_backward(
         taken._counts = counts
         taken._begin(max_grad_norm, grad_scaler, gradients)
     except BaseException:
-        if gradients is not None:
-            gradients.detach()
         if "_stepper" in taken.__dict__:
-            taken._stepper.detach()
+            owners.release(taken)
         taken.__class__, taken.__dict__ = own, attributes
         for group, before in zip(optimizer.param_groups, groups, strict=True):
             group.pop("max_grad_norm", None)

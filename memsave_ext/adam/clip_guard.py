@@ -12,7 +12,6 @@ import math
 import sys
 import threading
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,36 +19,30 @@ import torch
 import torch.nn.utils.clip_grad as _torch
 from torch import Tensor
 
+from . import owners
+
 
 class NothingToClip(RuntimeError):
     """Gradients that are to be clipped are gone."""
 
 
-# By id: a thread may look at all of them, which a WeakSet lets it not, while another adds one.
-_optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _guarded: set[str] = set()
 
 
-def watch(optimizer: Any) -> None:
-    """Make clipping functions raise for parameters that this optimizer has stepped already."""
+def install() -> None:
+    """Make clipping functions raise for parameters that an optimizer has stepped already."""
     # clip_grad_norm_ calls _clip_grads_with_norm_.
     _guard("_clip_grads_with_norm_", "clip_grad_norm_", "max_norm")
     _guard("clip_grad_value_", "clip_grad_value_", "clip_value")
     _guard_timm()
-    _optimizers[id(optimizer)] = optimizer
-
-
-def forget(optimizer: Any) -> None:
-    """Undoes :func:`watch`."""
-    _optimizers.pop(id(optimizer), None)
 
 
 def _check(name: str, params: list[Tensor], limit: float) -> None:
     if limit == math.inf:  # the caller only wants to know the norm
         return
-    for reference in _optimizers.valuerefs():
-        optimizer = reference()
-        if optimizer is None:
+    optimizer: Any
+    for optimizer in owners.alive_optimizers():
+        if not optimizer.in_backward:
             continue
         if optimizer._stepping_thread == threading.get_ident():  # its own step() clips
             continue
@@ -107,7 +100,7 @@ def _guarded_by(inner: Callable[..., Any], name: str, limit: str) -> Callable[..
 
     @functools.wraps(inner)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not _optimizers:
+        if torch.compiler.is_compiling():
             return inner(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()

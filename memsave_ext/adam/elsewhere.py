@@ -14,18 +14,9 @@ import torch
 from torch import Tensor
 
 from ..shared.dtensor import as_placed, local_tensor
-from ..store.mapped import is_mapped
 from .files import Files
 from .host_memory import OnCpu
 from .place import Place
-
-
-class _InMemory(Place):
-    def put(self, tensor: Tensor, device: torch.device) -> Tensor:
-        return tensor.clone() if is_mapped(tensor) else tensor
-
-
-_memory = _InMemory()
 
 
 def place_of(value: Any) -> Place | None:
@@ -53,7 +44,7 @@ def put_state(
     state: dict[str, Any], group: Mapping[str, Any], device: torch.device
 ) -> dict[str, Any]:
     """Returns a parameter's state with its tensors where the group's states lie."""
-    place = group.get("states_on") or _memory
+    place = group.get("states_on") or Place()
     return {
         name: _put(value, place, device)
         if isinstance(value, Tensor) and not place.stays(name, device)

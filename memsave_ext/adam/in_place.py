@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..elsewhere.gradients import bring_back
-from . import clip_guard, modes, owners
+from . import modes, owners
 from .any_optimizer import in_backward
 from .files import Files
 from .native import Native
@@ -35,7 +35,7 @@ def step_in_backward(optimizer: Optimizer, **options: Any) -> Callable[[], None]
     taken = in_backward(optimizer, **options)
 
     def undo() -> None:
-        release(taken)
+        owners.release(taken)
         bring_back(p for group in taken.param_groups for p in group["params"])
         after = taken.__dict__
         kept = {name: after[name] for name in ("state", "param_groups", "step") if name in after}
@@ -163,7 +163,7 @@ def _remake(
     ]
     was_in_backward = isinstance(optimizer, Native) and optimizer.in_backward
     if isinstance(optimizer, Native):
-        release(optimizer)
+        owners.release(optimizer)
     try:
         optimizer.__class__, optimizer.__dict__ = kind, {}
         kind.__init__(optimizer, groups, **options)
@@ -177,20 +177,13 @@ def _remake(
             optimizer.accumulate_when(condition)
     except BaseException:
         if "_stepper" in optimizer.__dict__:
-            release(optimizer)
+            owners.release(optimizer)
         optimizer.__class__, optimizer.__dict__ = own, before
         if isinstance(optimizer, Native):
             owners.note_optimizer(optimizer)
         if was_in_backward:
             optimizer._attach(p for group in optimizer.param_groups for p in group["params"])
         raise
-
-
-def release(optimizer: Any) -> None:
-    """Has nothing of this package look after an optimizer that becomes another."""
-    optimizer.remove_hooks()
-    owners.forget_optimizer(optimizer)
-    clip_guard.forget(optimizer)
 
 
 def taken_by(kind: type[Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -118,12 +118,8 @@ class Native(InBackward):
         if "_stepper" in self.__dict__:
             try:
                 self._reserve(self._without_states())
-            except BaseException:
-                del self.param_groups[-1]
-                raise
-        if self._takes_gradients:
-            try:
-                self._attach(self.param_groups[-1]["params"])
+                if self._takes_gradients:
+                    self._attach(self.param_groups[-1]["params"])
             except BaseException:
                 del self.param_groups[-1]
                 raise

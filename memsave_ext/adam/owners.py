@@ -22,10 +22,10 @@ def note_optimizer(optimizer: Optimizer) -> None:
     _alive[id(optimizer)] = optimizer
 
 
-def forget_optimizer(optimizer: Optimizer) -> None:
-    """It is none of this package's any more."""
-    if is_own(optimizer):
-        del _alive[id(optimizer)]
+def release(optimizer: Any) -> None:
+    """Has nothing of this package look after an optimizer that becomes another."""
+    optimizer.remove_hooks()
+    _alive.pop(id(optimizer), None)
 
 
 def is_own(optimizer: Optimizer) -> bool:

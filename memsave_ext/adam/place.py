@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from ..store.mapped import is_mapped
+
 
 class Place:
     """Where states lie: a value of a param group's ``states_on``. ``device``: the parameter's.
@@ -42,7 +44,7 @@ class Place:
 
     def put(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Returns a tensor of the same values that lies there; the tensor, where it does."""
-        return tensor
+        return tensor.clone() if is_mapped(tensor) else tensor
 
     def zeros(self, like: Tensor, device: torch.device) -> Tensor:
         """Returns zeros that lie there, of the shape, strides and dtype of ``like``, which may be

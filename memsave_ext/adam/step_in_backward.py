@@ -47,9 +47,9 @@ class InBackward(torch.optim.Optimizer):
         return self._in_backward or (self._gradients is not None and self._gradients.attached)
 
     def _make_stepper(self) -> None:
-        owners.note_optimizer(self)
         self._stepper = Stepper(self, self._small_bytes, self._bucket_bytes, self._steps_by_own)
         self._reductions = []
+        owners.note_optimizer(self)
 
     @property
     def in_backward(self) -> bool:
@@ -237,7 +237,7 @@ class InBackward(torch.optim.Optimizer):
         self._stepper.attach(params)
         for reduction in self._reductions:
             reduction.tell_hooks()
-        clip_guard.watch(self)
+        clip_guard.install()
 
     def _check_not_orphaned(self) -> None:
         """Raises RuntimeError where only the optimizer still refers to its parameters.
@@ -338,7 +338,6 @@ class InBackward(torch.optim.Optimizer):
             )
         _refuse_fold("accumulate_when", fold)
         self._accumulate_when = condition
-        self._stepper.ask(condition is not None)
 
     def _on_gradients(self) -> str:
         """Returns what a backward does with its gradients: "step" or "keep"."""

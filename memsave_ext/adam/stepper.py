@@ -64,7 +64,6 @@ class Stepper:
         self._own_step = own_step
         self._machine = StateMachine()
         self._blocks: Counter[Block] = Counter()  # how many of each kind are open
-        self._has_condition = False
         self._norm: GradNorm | None = None  # of this step, where all gradients are measured
         self._last_norm: Tensor | None = None
         self._found_inf = FoundInf()
@@ -78,10 +77,6 @@ class Stepper:
         self.drop_stale_low_part = self._collector.drop_stale_low_part
 
     # called by the optimizer
-
-    def ask(self, enabled: bool) -> None:
-        """Sets whether each backward asks the optimizer's ``_on_gradients()`` what to do."""
-        self._has_condition = enabled
 
     def accumulate(self, enabled: bool) -> None:
         self._count(Block.ACCUMULATE, enabled)
@@ -228,8 +223,7 @@ class Stepper:
             modes.refuse_two_norms(optimizer.param_groups)
         if self._machine.state is State.MEASURING:
             return optimizer, "measure", "never"
-        action = optimizer._on_gradients() if self._has_condition else "step"
-        return optimizer, action, self._asks(grad_scale_of(optimizer))
+        return optimizer, optimizer._on_gradients(), self._asks(grad_scale_of(optimizer))
 
     def check_kept(self) -> None:
         """Raises where gradients cannot be kept in ``.grad`` now."""

@@ -157,7 +157,7 @@ class Weights:
         for module in model.modules():
             own = list(_own(module))
             self._memory.note(param for param in own if is_mapped(param))
-            if any(self._has(param) or pretends(param) for param in own):
+            if any(self._memory.has(param) or pretends(param) for param in own):
                 self._hooks += self._uses.watch(module)
         if self._where == "cpu" and predicts():
             self._uses.beside = torch.empty(self._memory.room, dtype=torch.uint8, device="cpu")
@@ -181,10 +181,7 @@ class Weights:
             handle.remove()
 
     def _there(self) -> list[nn.Parameter]:
-        return [param for param in self.model.parameters() if self._has(param)]
-
-    def _has(self, param: Tensor) -> bool:
-        return self._memory.has(param)
+        return [param for param in self.model.parameters() if self._memory.has(param)]
 
     def _why_not(self, param: Tensor) -> str | None:
         """Returns why a parameter cannot lie elsewhere; None where it can."""
@@ -194,7 +191,18 @@ class Weights:
                 f"is on {param.device}: weights on the CPU can lie in a folder, and weights on "
                 f"CUDA in the host's memory, 'cpu'; got where={self._where!r}"
             )
-        return _why_not(param)
+        if is_lazy(param):
+            return "has no shape yet: call the model once before"
+        if is_dtensor(param):
+            return "is a DTensor: weights of one process only can lie elsewhere"
+        if param.layout != torch.strided or not is_dense(param):
+            return None if not _may_leave(param) else "is not dense: make it contiguous before"
+        if _may_leave(param) and not isinstance(param, FakeTensor) and is_shared(param):
+            return (
+                "shares its memory with another tensor, as param.data or a state_dict() from "
+                "before: drop that tensor before"
+            )
+        return None
 
     def _leave(self, param: Tensor) -> None:
         if isinstance(param, FakeTensor):  # a prediction's has no memory
@@ -293,22 +301,6 @@ def _may_leave(param: Tensor) -> bool:
     return type(param) in (nn.Parameter, FakeTensor) and param.nbytes >= SMALLEST
 
 
-def _why_not(param: Tensor) -> str | None:
-    """Returns why a parameter can lie nowhere else; None where it can."""
-    if is_lazy(param):
-        return "has no shape yet: call the model once before"
-    if is_dtensor(param):
-        return "is a DTensor: weights of one process only can lie elsewhere"
-    if param.layout != torch.strided or not is_dense(param):
-        return None if not _may_leave(param) else "is not dense: make it contiguous before"
-    if _may_leave(param) and not isinstance(param, FakeTensor) and is_shared(param):
-        return (
-            "shares its memory with another tensor, as param.data or a state_dict() from before: "
-            "drop that tensor before"
-        )
-    return None
-
-
 class _WatchedFile(MappedFile):
     """A mapped file of which little stays mapped. What uses weights is not known: what the process
     has mapped of all files is one number of the kernel's, which costs next to nothing to read."""
@@ -341,9 +333,6 @@ class _WatchedFile(MappedFile):
         for tensor in later:
             if (region := self.region_of(tensor)) is not None:
                 region.read_ahead()
-
-    def let_go(self) -> None:
-        self.unmap()
 
 
 def _watch(reference: weakref.ref[_WatchedFile]) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from .. import _parts
+from ..shared.recording import unrecorded
 
 MOST_KNOWN = 64  # elements of a tensor whose values are known
 _MOST_COMPUTED = 1 << 22  # elements of what is computed from a batch's mask, as what it hides
@@ -179,7 +178,7 @@ class Values:
         """Returns the result of an operator on values, which it computes; None where it cannot."""
         if func in _CHANGES or result.numel() > _MOST_COMPUTED:
             return None
-        with unset_fake_temporarily(), _paused():
+        with unset_fake_temporarily(), unrecorded():
             values = [self._tensor_of(a) if isinstance(a, Tensor) else a for a in args]
             if any(v is None for v, a in zip(values, args, strict=True) if isinstance(a, Tensor)):
                 return None
@@ -212,18 +211,12 @@ def with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
 def _only_value(constant: Tensor) -> Any:
     """Returns the value that all elements have; the tensor where they have several; None of an
     empty one."""
-    with unset_fake_temporarily(), _paused():
+    with unset_fake_temporarily(), unrecorded():
         if not constant.numel():
             return None
         first = constant.flatten()[0]
         is_only = constant.numel() == 1 or bool((constant == first).all())
         return first.item() if is_only else constant
-
-
-def _paused() -> AbstractContextManager[None]:
-    """Operators that are no part of the step are not recorded for a plan of remat."""
-    native = _parts.native("remat")
-    return nullcontext() if native is None else native.RematPause()
 
 
 def _is_unknown(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from ..checkpoint import forward_records
-from ..remat.recorder import unrecorded
+from ..shared.recording import unrecorded
 from . import head
 from .chunks import BLOCK, Settings, shape_of_chunk
 from .reference import Found, Options, check, reference

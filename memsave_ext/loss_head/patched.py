@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..remat.recorder import unrecorded
 from ..shared.dtensor import is_dtensor, local_tensor
+from ..shared.modules import is_own_method
+from ..shared.recording import unrecorded
 from . import lm_heads
 from .function import check_chunk_size, loss_of
 from .log_probs import mean_logits, scaled_layer
@@ -150,7 +151,8 @@ def _copies_are_disabled(model: Any) -> bool:
 
 def _is_freed(weight: Tensor) -> bool:
     try:
-        return weight.numel() > 0 and local_tensor(weight).untyped_storage().size() == 0
+        local = local_tensor(weight)
+        return local.numel() > 0 and local.untyped_storage().size() == 0
     except (RuntimeError, NotImplementedError):  # a subclass without a storage
         return False
 
@@ -177,7 +179,7 @@ class Patched:
             own = vars(layer or head).get("forward")
             if isinstance(getattr(own, "__self__", None), Patched):
                 raise RuntimeError(f"{self._name} is patched already")
-            if own is not None:
+            if own is not None and not is_own_method(own, layer or head):
                 raise TypeError(
                     f"{self._name} has output embeddings with a forward of their own, which "
                     "something has set on them (as accelerate's hooks do) and which this would lose"

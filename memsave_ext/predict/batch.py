@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..adam import in_backward
-from ..adam.in_place import options_outside_groups, release, taken_by
+from ..adam.in_place import options_outside_groups, taken_by
 from ..adam.own_optimizer import OwnStep
+from ..adam.owners import release
 from ..adam.step_in_backward import InBackward
 from ..fakes.mode import loss_in, values_elsewhere
 from ..shared.dtensor import is_dtensor

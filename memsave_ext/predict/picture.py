@@ -5,27 +5,13 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ..memory.pictures.comparison import draw_bars
 from ..shared.axes import bytes_axis, new_figure, save
 from ..shared.table import format_bytes
 
 _NARROW = 34  # characters of a line beside the bars
-
-
-class _Row(Protocol):
-    """A row of ``Fits``."""
-
-    name: str
-    cost: str
-    peak: int | None
-    at_peak: dict[str, int] | None
-    fits: bool
-    largest_batch: int | None
-    moved: int | None
-    times: str
-    reason: str
 
 
 def plot_fits(rows: Sequence[Any], budget: int, path: str | os.PathLike[str], title: str) -> None:
@@ -63,7 +49,7 @@ def plot_fits(rows: Sequence[Any], budget: int, path: str | os.PathLike[str], ti
     save(figure, path)
 
 
-def _beside(row: _Row) -> str:
+def _beside(row: Any) -> str:
     if row.peak is None:
         return f"does not apply: {textwrap.shorten(row.reason, 76, placeholder=' ...')}"
     batch = "" if row.largest_batch is None else f"; batch {row.largest_batch}"

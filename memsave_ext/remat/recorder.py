@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -117,13 +116,6 @@ class Recorder(Protocol):
         - ``again``: tuples of a module's number, an operator's name, how often it ran again, the
           bytes it made, and the seconds it took.
         """
-
-
-def unrecorded() -> AbstractContextManager[None]:
-    """In it the blocks that are open on this thread record no operators: what it computes is not
-    in every step, or not in a run on fake tensors, and nothing of it is saved for backward."""
-    native: Any = _parts.native("remat")
-    return nullcontext() if native is None else native.RematPause()
 
 
 class NoRecorder:

@@ -162,6 +162,13 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
+def is_own_method(value: object, module: nn.Module) -> bool:
+    """Whether an attribute ``forward`` of a module is its class's: libraries leave that where they
+    take back what they had put there."""
+    own = getattr(type(module), "forward", None)
+    return getattr(value, "__self__", None) is module and getattr(value, "__func__", None) is own
+
+
 def not_compiled(function: Function) -> Function:
     """Has torch.compile run ``function`` as it is, and what it calls, where it is not inlined.
 

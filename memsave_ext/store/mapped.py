@@ -50,7 +50,7 @@ class MappedFile:
         """Whether it is one of these."""
         return self.region_of(tensor) is not None
 
-    def unmap(self) -> None:
+    def let_go(self) -> None:
         """Unmaps all that is mapped; what is used again is mapped again."""
         for region in list(self._regions.values()):
             region.unmap()

@@ -7,6 +7,7 @@ from own_steps import TORCHS, Fails, assert_same, loss, model, pair, step
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext.adam import owners
 
 SGD = TORCHS["SGD momentum"]
 
@@ -71,6 +72,21 @@ def test_backwards_of_several_threads_at_once():
         other.step()
         other.zero_grad()
     assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
+
+
+def test_an_optimizer_that_was_refused_is_none_of_ours():
+    """Nothing looks after it: clipping does not, and regions are not told of its steps."""
+    net = model()
+    optimizer = SGD(net.parameters())
+    with pytest.raises(TypeError, match="grad_scaler must be"):
+        ms.in_backward(optimizer, grad_scaler="no scaler")
+    assert type(optimizer) is torch.optim.SGD and not owners.is_own(optimizer)
+    loss(net, 0).backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+    before = [p.detach().clone() for p in net.parameters()]
+    optimizer.step()
+    assert not all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+    assert ms.in_backward(optimizer) is optimizer
 
 
 def test_a_thread_of_its_own():

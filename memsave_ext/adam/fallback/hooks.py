@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +18,7 @@ _MARK = "_memsave_ext_collector"
 _HOOKS = "_post_accumulate_grad_hooks"
 
 
-class TakesGradients(Protocol):
-    """The part of a collector that its hooks use."""
-
-    def optimizer(self) -> Any: ...
-    def ready(self, param: Tensor, is_last: bool) -> None: ...
-
-
-def install_hook(param: Tensor, collector: TakesGradients) -> None:
+def install_hook(param: Tensor, collector: Any) -> None:
     made_dict = param._post_accumulate_grad_hooks is None
     collector_ref = weakref.ref(collector)
 
@@ -60,7 +53,7 @@ def owner(param: Tensor) -> Any:
     return None
 
 
-def remove_hooks(param: Tensor, collector: TakesGradients) -> None:
+def remove_hooks(param: Tensor, collector: Any) -> None:
     for key, reference in _ours(param):
         if reference() is collector:
             _remove(param, key)
@@ -71,7 +64,7 @@ def renew_hooks(param: Tensor) -> None:
     setattr(param, _HOOKS, getattr(param, _HOOKS))
 
 
-def _ours(param: Tensor) -> Iterator[tuple[int, Callable[[], TakesGradients | None]]]:
+def _ours(param: Tensor) -> Iterator[tuple[int, Callable[[], Any]]]:
     for key, hook in list((getattr(param, _HOOKS) or {}).items()):
         if (reference := getattr(hook, _MARK, None)) is not None:
             yield key, reference
