@@ -75,6 +75,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Tracker>(m, "MemoryTracker")
       .def(py::init<at::Device, bool>())
       .def("start", &Tracker::start)
+      .def("check_stop", &Tracker::check_stop)
       .def("stop", &Tracker::stop)
       .def("note", &Tracker::note, py::arg(), py::arg() = 0, py::arg() = 0)
       .def("label",

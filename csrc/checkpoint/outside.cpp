@@ -97,6 +97,13 @@ bool is_looked_at(PyObject* object, PyObject* globals) {
          Py_TYPE(object) == Types::get().partial || is_record(object);
 }
 
+// Asked where something differs alone, as it takes long. Attributes' names are a code's, too.
+bool reads_global(PyCodeObject* code, PyObject* name) {
+  return registered("checkpoint_rules")
+      .attr("reads_global")(py::handle(reinterpret_cast<PyObject*>(code)), py::handle(name))
+      .cast<bool>();
+}
+
 // torch's read nothing but arguments and what their modules have.
 bool is_torchs(PyObject* function) {
   PyObject* module = PyFunction_GET_MODULE(function);
@@ -292,7 +299,8 @@ void TensorWalk::visit_function(PyObject* function) {
         PyObject_GetAttrString(reinterpret_cast<PyObject*>(code), "co_freevars"));
     if (!names) throw py::error_already_set();
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(cells); ++i) {
-      visit_named(PyCell_GET(PyTuple_GET_ITEM(cells, i)), PyTuple_GET_ITEM(names.ptr(), i));
+      visit_named(PyCell_GET(PyTuple_GET_ITEM(cells, i)), PyTuple_GET_ITEM(names.ptr(), i),
+                  nullptr);
     }
   }
   visit(PyFunction_GET_DEFAULTS(function));
@@ -306,7 +314,7 @@ void TensorWalk::visit_globals(PyCodeObject* code, PyObject* globals) {
     PyObject* name = PyTuple_GET_ITEM(code->co_names, i);
     PyObject* value = PyDict_GetItemWithError(globals, name);
     if (value != nullptr && !is_plain(value) && is_looked_at(value, globals))
-      visit_named(value, name);
+      visit_named(value, name, code);
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(code->co_consts); ++i) {
     PyObject* constant = PyTuple_GET_ITEM(code->co_consts, i);
@@ -314,12 +322,15 @@ void TensorWalk::visit_globals(PyCodeObject* code, PyObject* globals) {
   }
 }
 
-void TensorWalk::visit_named(PyObject* object, PyObject* name) {
+void TensorWalk::visit_named(PyObject* object, PyObject* name, PyCodeObject* code) {
   if (object == nullptr || is_plain(object)) return;
   const size_t place = place_inside(name, -1);
   const auto seen = visited_.find(object);
   const auto before = names_(object, place, seen == visited_.end() ? place : seen->second);
-  if (!before) return visit(object, name);
+  if (!before || (code != nullptr && !reads_global(code, name))) return visit(object, name);
+  // Within such an object what has been visited stays so: names that lead to each other would be
+  // followed along every path.
+  if (of_another_ > 0) return visit(object, name, -1, before);
   std::unordered_map<PyObject*, size_t> visited;
   visited.swap(visited_);
   ++of_another_;
@@ -416,13 +427,24 @@ void OutsideTensors::leave_out_changes_of_forward(const std::vector<PyObject*>& 
 std::vector<ChangedTensor> OutsideTensors::find_changed(const std::vector<PyObject*>& roots) const {
   std::vector<ChangedTensor> changed;
   Cursor before(noted_);
+  size_t next = 0;  // most names come in the order in which they were noted
   // A variable and a global of one name have the same place.
   const auto was_another = [&](PyObject* object, size_t place, size_t) {
+    const auto is_same = [&](const Name& name) {
+      return name.place == place && name.object == object;
+    };
     std::optional<size_t> first;
-    for (const Name& name : names_) {
-      if (name.place != place) continue;
-      if (name.object == object) return std::optional<size_t>();
-      if (!first) first = name.first;
+    if (next < names_.size() && is_same(names_[next])) {
+      ++next;
+      return first;
+    }
+    for (size_t i = 0; i < names_.size(); ++i) {
+      if (names_[i].place != place) continue;
+      if (is_same(names_[i])) {
+        next = i + 1;
+        return std::optional<size_t>();
+      }
+      if (!first) first = names_[i].first;
     }
     return first;
   };

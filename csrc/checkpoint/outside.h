@@ -70,7 +70,8 @@ class TensorWalk {
   void visit_function(PyObject* function);
   void visit_globals(PyCodeObject* code, PyObject* globals);
   void visit_values(PyObject* dict);
-  void visit_named(PyObject* object, PyObject* name);
+  // `code`: what may read a global of this name; null for a variable of the function around it.
+  void visit_named(PyObject* object, PyObject* name, PyCodeObject* code);
 
   Visitor visitor_;
   NameVisitor names_;

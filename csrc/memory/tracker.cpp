@@ -92,10 +92,14 @@ void Tracker::start(std::optional<int64_t> total, py::object read) {
   running_ = true;
 }
 
+void Tracker::check_stop() const {
+  TORCH_CHECK(!running_ || device_.is_cpu() || watches_cuda_reports(),
+              "memory tracking of a CUDA device cannot stop: it was not started on this thread");
+}
+
 void Tracker::stop() {
   if (!running_) return;  // an interrupt came before it was started
-  TORCH_CHECK(device_.is_cpu() || watches_cuda_reports(),
-              "memory tracking of a CUDA device cannot stop: it was not started on this thread");
+  check_stop();
   std::shared_ptr<py::object> read;  // released once the mutex is unlocked
   TrackingLock lock;
   look(lock);

@@ -54,6 +54,7 @@ class Tracker final : public Listener {
   // `total`: live bytes by the allocator's own count (CUDA); nullopt on the CPU. `read` is called,
   // in a thread made for it, when so many events are there that somebody should take them.
   void start(std::optional<int64_t> total, pybind11::object read);
+  void check_stop() const;  // raises where it cannot be stopped on this thread
   void stop();
 
   void note(int32_t kind, int64_t subject, int64_t value);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from .own_optimizer import restricted, step_of, view, view_class
 
 _STEPS = 3
 _MOST_GROUPS = 8
+_DEEPEST = 8  # containers in containers that are compared
+_LARGEST = 4096  # elements of tensors that are copied as they are
 
 
 def find_counts(optimizer: Optimizer) -> tuple[str, ...]:
@@ -153,20 +155,33 @@ def _made(like: Tensor, number: int) -> Tensor:
 
 def _copies(fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the same with copies of what a step could change in place."""
-    return {name: _copy(value) for name, value in fields.items()}
+    copies: dict[int, Any] = {}
+    return {name: _copy(value, copies) for name, value in fields.items()}
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: Any, copies: dict[int, Any]) -> Any:
+    """``copies``: those of containers by id, as one may contain itself."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
-    if type(value) is list:
-        return [_copy(item) for item in value]
-    return _copies(value) if type(value) is dict else value
+        # Not what is as large as a parameter: there may be one for each.
+        return value.detach().clone() if value.numel() <= _LARGEST else _cut(value.detach())
+    if type(value) is tuple:
+        return tuple(_copy(item, copies) for item in value)
+    if not isinstance(value, (dict, list, deque, set)):
+        return value
+    if (made := copies.get(id(value))) is not None:
+        return made
+    made: Any = copy.copy(value)
+    copies[id(value)] = made
+    if isinstance(value, set):
+        return made
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        made[key] = _copy(item, copies)
+    return made
 
 
 def _numbers(fields: dict[str, Any]) -> dict[str, Any]:
     """Returns what can be compared between two trials, whose parameters are not the same."""
-    kinds = (int, float, Tensor, list)
+    kinds = (int, float, Tensor, list, deque)
     return {
         name: value
         for name, value in fields.items()
@@ -175,14 +190,17 @@ def _numbers(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: Any, other: Any, depth: int = 0) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return both and one.dtype == other.dtype and torch.equal(one, other)
+    if depth > _DEEPEST:  # one may contain itself
+        return True
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
+        return one.keys() == other.keys() and all(_equal(one[k], other[k], depth + 1) for k in one)
+    if isinstance(one, (list, tuple, deque)) and isinstance(other, (list, tuple, deque)):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(_equal(a, b, depth + 1) for a, b in pairs)
     if isinstance(one, (int, float, str, type(None))):
         return type(one) is type(other) and one == other
     return True  # of something else nothing is known

@@ -187,9 +187,11 @@ def _gradients(args: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def differentiable_forward(*values: Any) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled() and read(_FORWARD, values).input.is_inference():
-        needs = (v.requires_grad for v in values if isinstance(v, Tensor))
-        if any(needs):  # torch would say so after the kernel
+    if torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values):
+        args = read(_FORWARD, values)
+        saved = [args.input, args.weight]
+        saved += [args.bias, args.residual] if args.activation != "none" else []
+        if any(v is not None and v.is_inference() for v in saved):  # torch says it after the kernel
             raise RuntimeError("Inference tensors cannot be saved for backward: clone the input")
     nodes = hold_accumulators(values)
     result: tuple[Tensor, Tensor] = _Forward.apply(*values)

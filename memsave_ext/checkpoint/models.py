@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..shared.modules import calling_module
+from ..shared.modules import calling_module, is_own_method
 from ..shared.warn import warn
 from .region import check_options, checkpoint, refuse_unknown, run
 
@@ -314,7 +314,8 @@ def checkpoint_modules(model: nn.Module, select: Select, **options: Any) -> Chec
                 "checkpoint_modules: a scripted module is selected, whose forward is not Python's: "
                 "call it by checkpoint(module, ...)"
             )
-        if "forward" in module.__dict__:
+        own = module.__dict__.get("forward")
+        if own is not None and not is_own_method(own, module):
             raise ValueError(
                 f"checkpoint_modules: the forward of {type(module).__name__} has been replaced "
                 "already: remove() the handle that replaced it first, or call checkpoint_modules "

@@ -252,6 +252,9 @@ def _run_torchs(
     # what is torch.utils.checkpoint.checkpoint now; what it made of it runs torch's own.
     dynamo = torch.compiler.is_dynamo_compiling()
     torchs = _torch.checkpoint if dynamo else _torch_checkpoint
+    if any(name in OPTIONS for name in kwargs):  # the function's, which torch's would take
+        called, given = function, kwargs
+        function, kwargs = (lambda *args: called(*args, **given)), {}
     if context_fn is None:
         return torchs(
             function,

@@ -2,13 +2,16 @@
 
 They say which tensors from outside a region are looked at, what counts as a change of one, when a
 recompute differs from its forward, and what is restored around it. csrc/checkpoint is handed them
-at import: the numbers and names as a table, the two functions to be called where something differs.
+at import: the numbers and names as a table, the functions to be called where something differs.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
 import sys
 from collections.abc import Sequence
+from types import CodeType
 
 from torch import Tensor
 
@@ -28,6 +31,17 @@ SHAPE_ALONE_ENDINGS = ("_like",)
 FILLS_AFTER_SAVING = ("RreluWithNoise",)
 # The device types whose autocast state is restored.
 AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+def reads_global(code: CodeType, name: str) -> bool:
+    """Whether a function reads a global of this name, and not only an attribute."""
+    return name in _globals_of(code)
+
+
+@functools.lru_cache(maxsize=256)
+def _globals_of(code: CodeType) -> frozenset[str]:
+    reads = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in reads)
 
 
 def change(

@@ -101,6 +101,9 @@ class NativeTracker(Tracker):
         """``total``: live bytes by the allocator's own count; None on the CPU, which has none."""
         self._native.start(total, self._read)
 
+    def check_stop(self) -> None:
+        self._native.check_stop()
+
     def stop(self) -> None:
         """Does nothing where it was not started."""
         self._native.stop()

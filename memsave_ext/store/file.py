@@ -164,9 +164,9 @@ class File:
             )
 
     def _extend_ahead(self, size: int) -> Region:
-        """Takes so much more, and where there is room as much again as there is: each mapping has
-        a descriptor of its own, of which a process has some thousand."""
-        ahead = min(self._size, _MOST_AHEAD)
+        """Takes so much more, and where there is room as much again as there is, for parts of this
+        size: each mapping has a descriptor of its own, of which a process has some thousand."""
+        ahead = min(self._size, _MOST_AHEAD) // size * size
         if ahead > size:
             with contextlib.suppress(OSError):
                 return self._extend(ahead)

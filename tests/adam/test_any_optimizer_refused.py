@@ -1,6 +1,7 @@
 """Optimizers that cannot be stepped parameter by parameter, and wrong arguments."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -23,11 +24,12 @@ class CountsForAll(torch.optim.SGD):
 
 
 class CountsInside(torch.optim.SGD):
-    """Its numbers are in a dict and a list."""
+    """Its numbers are in dicts and a list."""
 
-    def __init__(self, params, lr):
+    def __init__(self, params, lr, make=dict):
         super().__init__(params, lr)
-        self.counts = {"of": {"steps": 0}}
+        self.counts = {"of": make(steps=0)}
+        self.counts["self"] = [self.counts]
         self.log = []
 
     def step(self, closure=None):
@@ -86,6 +88,7 @@ def replaced():
         (lambda: torch.optim.SparseAdam(params()), "SparseAdam does not support dense gradients"),
         (lambda: CountsForAll(params(), lr=0.1), "'k' differs.*counts steps for all parameters"),
         (lambda: CountsInside(params(), lr=0.1), "'counts' differs.*counts steps for all param"),
+        (lambda: CountsInside(params(), lr=0.1, make=Counter), "'counts' differs.*counts steps"),
         (lambda: Adapts(params(), lr=0.1), "'d' differs.*it needs all gradients"),
         (lambda: ClipsAll(params(), lr=0.1), "it needs all gradients"),
         (lambda: NeedsAClosure(params(), lr=0.1), "trying that raised: a closure is needed"),
@@ -108,12 +111,13 @@ def replaced():
 def test_refused(make, says):
     optimizer = make()
     kind, attributes = type(optimizer), dict(optimizer.__dict__)
-    inside = copy.deepcopy(getattr(optimizer, "counts", None)), len(getattr(optimizer, "log", []))
+    counts = getattr(optimizer, "counts", {"of": None})
+    inside = copy.deepcopy(counts["of"]), len(getattr(optimizer, "log", []))
     random = torch.get_rng_state()
     with pytest.raises(ValueError, match=says):
         ms.in_backward(optimizer)
     assert type(optimizer) is kind and optimizer.__dict__ == attributes
-    assert inside == (getattr(optimizer, "counts", None), len(getattr(optimizer, "log", [])))
+    assert inside == (counts["of"], len(getattr(optimizer, "log", [])))
     assert torch.equal(torch.get_rng_state(), random)
     assert all("d" not in group for group in optimizer.param_groups)
 

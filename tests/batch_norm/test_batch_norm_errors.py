@@ -268,6 +268,10 @@ def test_what_cannot_be_saved_for_backward():
         assert torch.equal(bn(x), ms.BatchNorm2d(4)(x.clone()))
         assert torch.equal(bn.eval()(x), bn(x.clone()))
     assert bn.num_batches_tracked == 1
+    bn = ms.BatchNorm2d(4, activation="relu")
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        bn(torch.randn(8, 4, 3, 3), residual=x)
+    assert_same_buffers(bn, ms.BatchNorm2d(4))
 
 
 @pytest.mark.skipif(not _native.available, reason="torch runs a Function before its hooks")

@@ -701,6 +701,49 @@ first = torch.full((3,), 2.0)  # globals that what functions below define names
 shift = functools.partial(torch.add, torch.ones(3))
 
 
+def test_names_that_lead_to_each_other_and_are_others_since():
+    """Followed along every path they would be followed for ever."""
+    x = x0 = leaf(4)
+    for _ in range(3):
+
+        def f(x, depth):
+            return x.sin() if depth == 0 else f(x, depth - 1) + g(x, depth - 1)
+
+        def g(x, depth):
+            return x.cos() if depth == 0 else f(x, depth - 1) * g(x, depth - 1)
+
+        x = ms.checkpoint(f, x, 2)
+    x.sum().backward()
+    expected = x0.detach().clone().requires_grad_()
+    y = f(f(f(expected, 2), 2), 2)
+    y.sum().backward()
+    assert_equal([x0.grad], [expected.grad])
+
+
+last = None
+
+
+class Names(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x).relu())
+
+
+def test_a_global_that_is_called_as_an_attribute(monkeypatch):
+    """The forward reads no global of that name."""
+    net, x = Names(), leaf(4)
+    monkeypatch.setitem(globals(), "last", net.first)
+    y = ms.checkpoint(net, x)
+    monkeypatch.setitem(globals(), "last", net.last)
+    y.sum().backward()
+    expected = x.detach().clone().requires_grad_()
+    net(expected).sum().backward()
+    assert_equal([x.grad], [expected.grad])
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -330,6 +330,22 @@ for run in (ms.checkpoint, torch.utils.checkpoint.checkpoint):
         )
         compiled(x).backward()
 assert norm.num_batches_tracked == 2, norm.num_batches_tracked
+class Block(torch.nn.Module):
+    def forward(self, x, debug=False, use_reentrant=True):
+        return x.sin() * (3 if debug else 1) * (5 if use_reentrant else 1)
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+    def forward(self, x):
+        return self.block(x, debug=True, use_reentrant=False)
+net = Net()
+ms.checkpoint_modules(net, Block)
+x = torch.ones(3, requires_grad=True)
+y = torch.compile(net, fullgraph=True, backend="aot_eager")(x)
+y.sum().backward()
+torch.testing.assert_close(y, 3 * x.sin())
+torch.testing.assert_close(x.grad, 3 * x.detach().cos())
 print("as expected")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -68,6 +68,16 @@ def test_many_parts_take_few_descriptors(file):
     assert len(os.listdir("/proc/self/fd")) - before < 20
 
 
+def test_large_parts_leave_nothing_unused(file, monkeypatch):
+    """Of what is taken ahead, where no other part fits into the rest."""
+    monkeypatch.setattr("memsave_ext.store.file._MOST_AHEAD", 32 * 4096)
+    for nbytes in (17 * 4096, 10 * 4096):
+        before = os.fstat(file.descriptor()).st_size
+        for _ in range(12):
+            file.take(nbytes)
+        assert os.fstat(file.descriptor()).st_size - before == 12 * nbytes
+
+
 def test_no_room_ahead(file, monkeypatch):
     """What is asked for is found on a disk that has no room for as much again."""
     really = os.posix_fallocate

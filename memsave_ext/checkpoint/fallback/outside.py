@@ -73,14 +73,18 @@ def _walk(value: Any, one: _Walk, place: Place, depth: int, is_buffer: bool = Fa
     def visit(child: Any, key: object = None, index: int = -1, is_buffer: bool = False) -> None:
         _walk(child, one, below(key, index), depth + 1, is_buffer)
 
-    def visit_named(child: Any, key: str) -> None:
+    def visit_named(child: Any, key: str, code: CodeType | None = None) -> None:
         if child is None or isinstance(child, (int, float, str)):
             return
         here = below(key)
         before = one.names(child, here, one.visited.get(id(child), here))
-        if before is None:
+        # Asked where something differs alone, as it takes long.
+        if before is None or (code is not None and not rules.reads_global(code, key)):
             return visit(child, key)
-        _walk(child, replace(one, visited={}, of_another=True), before, depth + 1)
+        # Within such an object what has been visited stays so: names that lead to each other would
+        # be followed along every path.
+        inside = one if one.of_another else replace(one, visited={}, of_another=True)
+        _walk(child, inside, before, depth + 1)
 
     if isinstance(value, Tensor):
         one.visitor(value, place, is_buffer, one.of_another)
@@ -147,7 +151,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _walk_function(
-    function: FunctionType, visit: Callable[..., None], visit_named: Callable[[Any, str], None]
+    function: FunctionType, visit: Callable[..., None], visit_named: Callable[..., None]
 ) -> None:
     for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -157,18 +161,19 @@ def _walk_function(
         visit_named(content, key)
     visit(function.__defaults__, "__defaults__")
     visit(function.__kwdefaults__, "__kwdefaults__")
-    for key in _names_in(function.__code__):
+    for code, key in _names_in(function.__code__):
         value = function.__globals__.get(key)
         if isinstance(value, FunctionType):
             if value.__globals__ is function.__globals__:  # of the same file
-                visit_named(value, key)
+                visit_named(value, key, code)
         elif isinstance(value, _LOOKED_AT) or _is_record(value):
-            visit_named(value, key)
+            visit_named(value, key, code)
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
+def _names_in(code: CodeType) -> Iterator[tuple[CodeType, str]]:
     """Yields the names that a function uses; also in what it defines: comprehensions, lambdas."""
-    yield from code.co_names
+    for name in code.co_names:
+        yield code, name
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)
