@@ -1,4 +1,4 @@
-"""Train a small residual network on several devices, with everything that memsave_ext has.
+"""Train a small residual network on several devices within little memory.
 
     torchrun --nproc-per-node 2 examples/train_distributed.py --engine ddp
     torchrun --nproc-per-node 2 examples/train_distributed.py --engine fsdp2
@@ -126,7 +126,7 @@ class Training:
             path = self.folder / "last.pt"
             if not path.exists():
                 return
-            state = torch.load(path, map_location=self.device)
+            state = torch.load(path, map_location="cpu", mmap=True)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
         else:

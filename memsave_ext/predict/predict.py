@@ -157,8 +157,8 @@ def predict(
     Args:
         build: a function, as :func:`compare` takes it, which makes the model, the optimizer (or
             None) and a function that makes one step; or a model, of which a fake copy is used.
-        optimizer: with a model: its optimizer, None for one that has no state. A new one with the
-            same class and options is used.
+        optimizer: with a model: its optimizer, with the states that it has; None for one that has
+            no state. One of this package's is made anew, with the same options and no states.
         batch: with a model: what it is called with, a tensor, a tuple of arguments or a dict of
             keyword arguments. Tensors may be on the meta device.
         loss: with a model: makes the loss of what the model returns, or, where it has a second
