@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -61,6 +62,11 @@ at::Device device_of(c10::ArrayRef<const c10::IValue> inputs, at::Device otherwi
     if (device) return *device;
   }
   return otherwise;
+}
+
+// Whether a TorchDispatchMode of others decides what operators give: they are repeated without it.
+bool is_changed_by_mode() {
+  return Fakes::current() == nullptr && c10::impl::TorchDispatchModeTLS::any_modes_set(true);
 }
 
 c10::ArrayRef<const c10::IValue> as_array(const std::vector<c10::IValue>& values) {
@@ -168,11 +174,20 @@ Block::Saving Block::save(const at::Tensor& tensor) {
     saving.fill = content->fill;
     if (content->is_decided()) return saving;
     if (!content->held) content->held = content->storage.lock();
-    // It is new in an operator that still runs and may say how it is made: decided at its end.
-    if (!content->call && is_new_for_running(*content)) return saving;
+    // It is new in an operator that still runs and may say how it is made, or a Function may still
+    // write it: decided at its end.
+    if ((!content->call && is_new_for_running(*content)) || is_given(*content)) return saving;
   }
   decide(content);
   return saving;
+}
+
+bool Block::is_given(const Content& content) const {
+  return std::any_of(scopes_.begin(), scopes_.end(), [&](const Recording* scope) {
+    return std::any_of(scope->given.begin(), scope->given.end(), [&](const auto& given) {
+      return storage_of(given.first) == content.storage._unsafe_get_target();
+    });
+  });
 }
 
 bool Block::is_new_for_running(const Content& content) const {
@@ -442,11 +457,11 @@ void Block::Recording::measure(const std::vector<c10::IValue>& outputs) {
 std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& function) {
   if (current == nullptr) return nullptr;
   const Operator* op = Operator::of(function);
-  if (op == nullptr) return begin_scope();
+  if (op == nullptr) return begin_scope(function);
   if (op->is_composite || is_cast(*op)) return nullptr;
   // Most calls are of operators that others call, and that only make something.
   const bool is_below = below_autograd();
-  if (is_below && !op->any_writes && !op->is_torch_batch_norm) return nullptr;
+  if (is_below && !op->may_write()) return nullptr;
   Block* block = active();
   if (block == nullptr) return nullptr;
   if (!block->running_.empty() && block->running_.back()->is_of_factory()) {
@@ -456,6 +471,7 @@ std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& f
   if (!block->sees_results_ && block->step_->passes_inner()) return nullptr;
   if (!block->sees_results_ && !block->has_script()) {  // it was left
     block->watch(true);
+    if (op->may_write()) block->note_hidden_writes(*op, function);
     return nullptr;
   }
   const bool is_recorded = !is_below && !checkpoint::in_region() && at::GradMode::is_enabled();
@@ -463,7 +479,7 @@ std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& f
     if (is_recorded && op->any_writes && block->sees_results_) {
       return block->start_write(*op, function);
     }
-    if (op->any_writes || op->is_torch_batch_norm) block->note_hidden_writes(*op, function);
+    if (op->may_write()) block->note_hidden_writes(*op, function);
     return nullptr;
   }
   if (is_recorded && op->is_view) {
@@ -476,10 +492,15 @@ std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& f
     return nullptr;
   }
   if (is_recorded) return block->start(*op, function.inputs());
-  if (op->any_writes || op->is_torch_batch_norm) block->note_hidden_writes(*op, function);
+  if (op->may_write()) block->note_hidden_writes(*op, function);
   if (is_below) return nullptr;
   auto recording = std::make_unique<Recording>();
   recording->block = block;
+  for (const auto& input : function.inputs()) {
+    for_tensors(input, [&](const at::Tensor& tensor, int64_t) {
+      if (tensor.defined() && is_plain(tensor)) recording->inputs.push_back(storage_of(tensor));
+    });
+  }
   return recording;
 }
 
@@ -577,7 +598,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   call.op = &op;
   call.module = has_script() ? recording->began.module : running_module();
   // What is never recomputed needs no arguments recorded.
-  recording->repeatable = op.is_repeatable && (!op.is_heavy || step_);
+  recording->repeatable = op.is_repeatable && (!op.is_heavy || step_) && !is_changed_by_mode();
   if (recording->repeatable && (op.has_failed || is_in_library())) recording->repeatable = false;
   recording->is_mask = op.makes_mask && !inputs.empty() && inputs[0].toTensor().is_cpu();
   if ((op.is_random || op.draws) && !recording->is_mask && recording->repeatable) {
@@ -602,7 +623,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
     call.arguments.reserve(inputs.size());
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const bool writes = i < op.writes.size() && op.writes[i];
+    const bool writes = op.may_write(i);
     // A batch norm is recomputed without its running statistics.
     const bool left_out =
         (trains && is_running_statistic(i)) || (op.is_package_batch_norm && (i == 5 || i == 6));
@@ -640,7 +661,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
 void Block::on_end(const at::RecordFunction& function, at::ObserverContext* context) {
   auto* recording = static_cast<Recording*>(context);
   if (recording == nullptr) return;
-  if (recording->made) return recording->block->end_scope(*recording);
+  if (recording->is_function) return recording->block->end_scope(*recording);
   if (!recording->call) return recording->block->end_unrecorded(*recording, function);
   recording->measure(function.outputs());
   recording->block->end(*recording, function.outputs());
@@ -681,6 +702,12 @@ void Block::end_proof(Recording& recording, const std::vector<c10::IValue>& outp
   if (step_) step_->begin_proof();
   recording.repeatable = recording.proof->succeeds(*recording.call, outputs);
   if (step_) step_->end_proof();
+  if (!recording.call->op->changes_arguments) return;
+  for (const at::Tensor& tensor : recording.proof->given()) {
+    for (Block* block = this; block != nullptr; block = block->outer_) {
+      if (is_plain(tensor) && block->table_.count(storage_of(tensor)) > 0) block->renew(tensor);
+    }
+  }
 }
 
 std::unique_ptr<Block::RunningFunction> Block::begin_function(
@@ -722,32 +749,98 @@ void Block::end_unrecorded(Recording& recording, const at::RecordFunction& funct
     running_.erase(running);
     return end_write(recording);
   }
+  const auto& inputs = recording.inputs;
   for (const auto& output : function.outputs()) {
     for_tensors(output, [&](const at::Tensor& tensor, int64_t) {
       if (!is_plain(tensor) || table_.find(storage_of(tensor)) != table_.end()) return;
+      if (std::find(inputs.begin(), inputs.end(), storage_of(tensor)) != inputs.end()) {
+        return void(entry_of(tensor));  // written in place, or a view
+      }
       const std::shared_ptr<Content>& content = renew(tensor).content;
-      if (!scopes_.empty()) scopes_.back()->made->push_back(content);
+      if (!scopes_.empty() && scopes_.back()->made) scopes_.back()->made->push_back(content);
     });
   }
 }
 
 // Calls that are no operator's are of autograd.Functions: while one runs its forward, and takes
 // what that returns and saves.
-std::unique_ptr<Block::Recording> Block::begin_scope() {
+std::unique_ptr<Block::Recording> Block::begin_scope(const at::RecordFunction& function) {
   Block* block = active();
-  if (block == nullptr || below_autograd() || !block->sees_results_) return nullptr;
-  if (!block->step_ || block->step_->has_script()) return nullptr;
+  if (block == nullptr || below_autograd()) return nullptr;
   auto scope = std::make_unique<Recording>();
   scope->block = block;
-  scope->made = std::make_unique<std::vector<std::shared_ptr<Content>>>();
+  scope->is_function = true;
+  block->look_at_given(*scope, function);
+  if (!block->sees_results_) return nullptr;
+  const bool looks_at_made = block->step_ && !block->step_->has_script();
+  if (!looks_at_made && scope->given.empty()) return nullptr;
+  if (looks_at_made) scope->made = std::make_unique<std::vector<std::shared_ptr<Content>>>();
   block->scopes_.push_back(scope.get());
   return scope;
+}
+
+// Whether something is recomputed to what this tensor holds, or from it.
+bool Block::may_be_repeated(const at::Tensor& tensor) const {
+  if (!tensor.defined() || !is_plain(tensor)) return false;
+  const auto found = table_.find(storage_of(tensor));
+  if (found == table_.end()) return false;
+  const std::lock_guard<Lock> lock(contents_mutex());
+  return found->second.content->call || found->second.content->pins > 0;
+}
+
+// A Function's kernel may write what it was given without a word (ctx.mark_dirty): Triton's and
+// numpy's do. Then an operator's second call does not give what is there. Its first call with
+// arguments of these shapes tells.
+void Block::look_at_given(Recording& scope, const at::RecordFunction& function) {
+  if (Fakes::current() != nullptr) return;  // it has no values
+  std::vector<at::Tensor> given;
+  for (const auto& input : function.inputs()) {
+    for_tensors(input, [&](const at::Tensor& tensor, int64_t) {
+      if (may_be_repeated(tensor)) given.push_back(tensor);
+    });
+  }
+  if (given.empty()) return;
+  scope.key = key_of_function(function.name(), function.inputs());
+  const std::optional<bool> writes = writes_what_it_is_given(scope.key);
+  if (writes && !*writes) return;
+  if (writes || !sees_results_ || checkpoint::GraphRng::current()) {  // if need be without looking
+    for (const at::Tensor& tensor : given) {
+      for (Block* block = this; block != nullptr; block = block->outer_) {
+        block->note_hidden_write(tensor);
+      }
+    }
+    return;
+  }
+  for (const at::Tensor& tensor : given) scope.given.emplace_back(tensor, bits_of(tensor));
 }
 
 // What it made and saved, or made again by its call, is known. The rest is what it returns, which
 // is let go or saved soon, or what lies on its ctx.
 void Block::end_scope(Recording& scope) {
   scopes_.erase(std::remove(scopes_.begin(), scopes_.end(), &scope), scopes_.end());
+  bool writes = false;
+  for (const auto& [tensor, bits] : scope.given) {
+    const auto found = table_.find(storage_of(tensor));
+    if (found == table_.end()) continue;
+    const std::shared_ptr<Content> content = found->second.content;
+    const bool is_written = bits_of(tensor) != bits;
+    writes = writes || is_written;
+    std::shared_ptr<Call> call;  // freed without the mutex
+    bool waits;
+    {
+      const std::lock_guard<Lock> lock(contents_mutex());
+      waits = content->holders > 0 && !content->is_decided();
+      if (is_written && waits) call = std::move(content->call);
+    }
+    if (waits) decide(content);
+    if (is_written) {
+      for (Block* block = this; block != nullptr; block = block->outer_) {
+        if (block->table_.count(storage_of(tensor)) > 0) block->renew(tensor);
+      }
+    }
+  }
+  if (!scope.given.empty()) note_function(scope.key, writes);
+  if (!scope.made) return;
   const auto is_known = [](const std::shared_ptr<Content>& content) {
     return content->storage.expired() || content->call || content->holders > 0;
   };
@@ -928,8 +1021,8 @@ Block::Entry& Block::entry_of(const at::Tensor& tensor) {
 void Block::note_hidden_writes(const Operator& op, const at::RecordFunction& function) {
   const auto inputs = function.inputs();
   const bool trains = op.is_torch_batch_norm && trains_batch_norm(inputs);
-  for (size_t i = 0; i < inputs.size() && i < op.writes.size(); ++i) {
-    if (!op.writes[i] && !(trains && is_running_statistic(i))) continue;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (!op.may_write(i) && !(trains && is_running_statistic(i))) continue;
     for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t) {
       for (Block* block = this; block != nullptr; block = block->outer_) {
         block->note_hidden_write(tensor);

@@ -103,9 +103,14 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
       bool has_other_storage() const { return storage_of(tensor) != storage; }
     };
     c10::SmallVector<Written, 2> written;
-    std::vector<Writing> writing;  // the same, until they have new contents
-    // What was made while an autograd.Function runs its forward; null: it is an operator's.
+    std::vector<Writing> writing;                         // the same, until they have new contents
+    c10::SmallVector<const c10::StorageImpl*, 4> inputs;  // of one that is not recorded
+    bool is_function = false;  // an autograd.Function's, which runs its forward
+    // What was made in it; null where that is not asked for.
     std::unique_ptr<std::vector<std::shared_ptr<Content>>> made;
+    // Of what it was given: what could be recomputed, with the bits before.
+    std::vector<std::pair<at::Tensor, uint64_t>> given;
+    uint64_t key = 0;                         // of its name and its arguments
     std::unique_ptr<const Proof> proof;       // of a library's operator, where it is due
     double begin = 0;                         // by now()
     std::unique_ptr<DeviceTime> device_time;  // null where it is not asked for
@@ -140,7 +145,10 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   void begin_write(Recording& recording, const at::Tensor& tensor);
   void end_write(Recording& recording);
   void end(Recording& recording, const std::vector<c10::IValue>& outputs);
-  static std::unique_ptr<Recording> begin_scope();
+  static std::unique_ptr<Recording> begin_scope(const at::RecordFunction& function);
+  void look_at_given(Recording& scope, const at::RecordFunction& function);
+  bool may_be_repeated(const at::Tensor& tensor) const;
+  bool is_given(const Content& content) const;
   void end_scope(Recording& scope);
   void keep_mask(Recording& recording);
   void end_unrecorded(Recording& recording, const at::RecordFunction& function);

@@ -277,7 +277,9 @@ const Operator* Operator::of(const at::RecordFunction& call) {
   const char* name = call.name();
   auto& [key, op] = recent[(reinterpret_cast<uintptr_t>(name) >> 4) % recent.size()];
   if (key != name) {
-    op = look_up(call);
+    const Operator* found = look_up(call);
+    if (found == nullptr) return nullptr;  // a Function's name, which is freed
+    op = found;
     key = name;
   }
   return op;

@@ -65,7 +65,12 @@ struct Operator {
   mutable std::atomic<bool> is_gone{false};
   // Of a library's.
   mutable std::atomic<bool> has_failed{false};  // its proof, or differed when it was repeated
-  mutable std::atomic<bool> draws{false};       // random numbers, of which its schema is silent
+  mutable std::atomic<bool> changes_arguments{false};  // of which its schema is silent
+  mutable std::atomic<bool> draws{false};  // random numbers, of which its schema is silent
+  bool may_write() const { return any_writes || is_torch_batch_norm || changes_arguments; }
+  bool may_write(size_t argument) const {
+    return (argument < writes.size() && writes[argument]) || changes_arguments;
+  }
   // Whether a second run has given the same. `key`: of arguments, see key_of_arguments().
   bool is_proven(uint64_t key) const;
   void proved(uint64_t key) const;

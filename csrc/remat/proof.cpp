@@ -7,8 +7,10 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <unordered_map>
 #include <utility>
 
+#include "locks.h"
 #include "remat/again.h"
 #include "remat/pause.h"
 #include "remat/random.h"
@@ -139,6 +141,28 @@ bool add_value(uint64_t& key, const c10::IValue& value) {
   return true;
 }
 
+// Adds how the tensors of an argument lie.
+void add_tensors(uint64_t& key, const c10::IValue& argument) {
+  for_tensors(argument, [&](const at::Tensor& tensor, int64_t element) {
+    if (!tensor.defined()) return;
+    key = stirred(key, static_cast<uint64_t>(element + 2));
+    key = stirred(key, static_cast<uint64_t>(tensor.scalar_type()));
+    for (const int64_t size : tensor.sizes()) key = stirred(key, static_cast<uint64_t>(size));
+    for (const int64_t stride : tensor.strides()) key = stirred(key, static_cast<uint64_t>(stride));
+  });
+}
+
+Lock& functions_mutex() {
+  static auto& mutex = *new Lock(LockOrder::kOperators);
+  return mutex;
+}
+
+// Whether they have written what they were given, by key_of_function().
+auto& functions() {
+  static auto& all = *new std::unordered_map<uint64_t, bool>();
+  return all;
+}
+
 // Python raises what is interrupted here once it can.
 void pass_on(PyObject* type) {
   const pybind11::gil_scoped_acquire gil;
@@ -168,16 +192,26 @@ std::optional<uint64_t> key_of_arguments(c10::ArrayRef<const c10::IValue> argume
       if (!add_value(key, argument)) return std::nullopt;
       continue;
     }
-    for_tensors(argument, [&](const at::Tensor& tensor, int64_t element) {
-      if (!tensor.defined()) return;
-      key = stirred(key, static_cast<uint64_t>(element + 2));
-      key = stirred(key, static_cast<uint64_t>(tensor.scalar_type()));
-      for (const int64_t size : tensor.sizes()) key = stirred(key, static_cast<uint64_t>(size));
-      for (const int64_t stride : tensor.strides())
-        key = stirred(key, static_cast<uint64_t>(stride));
-    });
+    add_tensors(key, argument);
   }
   return key;
+}
+
+uint64_t key_of_function(std::string_view name, c10::ArrayRef<const c10::IValue> arguments) {
+  uint64_t key = std::hash<std::string_view>()(name);
+  for (const auto& argument : arguments) add_tensors(key, argument);
+  return key;
+}
+
+std::optional<bool> writes_what_it_is_given(uint64_t key) {
+  const std::lock_guard<Lock> lock(functions_mutex());
+  const auto found = functions().find(key);
+  return found == functions().end() ? std::nullopt : std::optional<bool>(found->second);
+}
+
+void note_function(uint64_t key, bool writes_what_it_is_given) {
+  const std::lock_guard<Lock> lock(functions_mutex());
+  functions()[key] = writes_what_it_is_given;
 }
 
 Proof::Proof(uint64_t key, c10::ArrayRef<const c10::IValue> arguments)
@@ -185,6 +219,8 @@ Proof::Proof(uint64_t key, c10::ArrayRef<const c10::IValue> arguments)
       arguments_(arguments.begin(), arguments.end()),
       generators_(std::make_shared<const checkpoint::RngState>(devices_of(arguments))),
       before_(bits_of_all(tensors_of(arguments_))) {}
+
+std::vector<at::Tensor> Proof::given() const { return tensors_of(arguments_); }
 
 bool Proof::succeeds(Call& call, const std::vector<c10::IValue>& results) const {
   const Pause pause;
@@ -227,7 +263,8 @@ bool Proof::is_same(Call& call, const std::vector<at::Tensor>& given,
                     std::vector<c10::IValue>& stack) const {
   const Operator& op = *call.op;
   const bool draws = !generators_->is_present();
-  if (bits_of_all(given) != before_ || any_share_memory(given, first)) return false;
+  op.changes_arguments = bits_of_all(given) != before_;
+  if (op.changes_arguments || any_share_memory(given, first)) return false;
   {
     const AgainScope again;
     const checkpoint::RngGuard same_numbers(*generators_);

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string_view>
 #include <vector>
 
 #include "checkpoint/rng.h"
@@ -25,6 +26,12 @@ bool has_bits(const at::Tensor& tensor);
 // where an argument is of a kind that may keep state.
 std::optional<uint64_t> key_of_arguments(c10::ArrayRef<const c10::IValue> arguments);
 
+// The same of an autograd.Function, by its name and the tensors that it is given.
+uint64_t key_of_function(std::string_view name, c10::ArrayRef<const c10::IValue> arguments);
+// Whether one with this key has written, unseen, what it was given; nothing where none has run yet.
+std::optional<bool> writes_what_it_is_given(uint64_t key);
+void note_function(uint64_t key, bool writes_what_it_is_given);
+
 class Proof {
  public:
   // Before the operator runs.
@@ -35,6 +42,7 @@ class Proof {
   // generators before it, if it has drawn numbers. Else the operator has failed, for good, unless
   // there was no memory for the second run.
   bool succeeds(Call& call, const std::vector<c10::IValue>& results) const;
+  std::vector<at::Tensor> given() const;  // the tensors among the arguments
 
  private:
   bool is_same(Call& call, const std::vector<at::Tensor>& given,

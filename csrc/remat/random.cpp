@@ -26,6 +26,20 @@ bool all_on_cpu(c10::ArrayRef<const c10::IValue> arguments) {
   });
 }
 
+// Whether one is on a device whose generator nobody here restores.
+bool any_on_others(c10::ArrayRef<const c10::IValue> arguments) {
+  const auto is_other = [](const at::Device& device) {
+    return !device.is_cpu() && !device.is_cuda();
+  };
+  return std::any_of(arguments.begin(), arguments.end(), [&](const c10::IValue& value) {
+    bool any = value.isDevice() && is_other(value.toDevice());
+    for_tensors(value, [&](const at::Tensor& tensor, int64_t) {
+      any = any || (tensor.defined() && is_other(tensor.device()));
+    });
+    return any;
+  });
+}
+
 }  // namespace
 
 checkpoint::CudaDevices devices_of(c10::ArrayRef<const c10::IValue> arguments) {
@@ -80,6 +94,7 @@ void with_width(size_t itemsize, const Body& body) {
 }  // namespace
 
 std::optional<Random> Random::of(const Operator& op, c10::ArrayRef<const c10::IValue> arguments) {
+  if (any_on_others(arguments)) return std::nullopt;
   if (op.generator && *op.generator < arguments.size()) {
     const c10::IValue& generator = arguments[*op.generator];
     if (generator.isGenerator() && generator.toGenerator().defined()) {

@@ -358,9 +358,10 @@ void Step::look_what_is_held(std::optional<int32_t> moment) {
     return false;
   };
   given_up_.erase(std::remove_if(given_up_.begin(), given_up_.end(), is_gone), given_up_.end());
+  c10::SmallVector<std::shared_ptr<Content>, 8> seen;  // destroyed without the mutex
   const std::lock_guard<Lock> lock(contents_mutex());
   const auto is_let_go = [&](int32_t number) {
-    const auto content = contents_[number].lock();
+    const auto& content = seen.emplace_back(contents_[number].lock());
     if (content && !content->is_let_go()) return false;
     trace_.contents[number].let_go = *moment;
     if (content && content->held) content->set_alone(true);
@@ -368,7 +369,7 @@ void Step::look_what_is_held(std::optional<int32_t> moment) {
   };
   const auto is_over = [&](const OnContext& kept) {
     plan::TraceOnContext& traced = trace_.on_context[kept.number];
-    const auto content = kept.content.lock();
+    const auto& content = seen.emplace_back(kept.content.lock());
     if (content && content->number >= 0 && trace_.contents[content->number].saved) traced.bytes = 0;
     if (kept.storage.expired()) traced.until = *moment;
     return traced.bytes == 0 || traced.until >= 0;

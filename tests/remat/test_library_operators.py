@@ -46,6 +46,27 @@ def unseen(x, change=lambda a: a * 3):
     return y
 
 
+def test_an_operator_that_writes_its_argument_unseen():
+    """Its schema says that it does not. What it has written is not computed again from before."""
+
+    def kernel(x):
+        x.numpy()[...] *= 2
+        return x + 1
+
+    op, _ = operator(kernel)
+    w = torch.randn(16, 16, requires_grad=True)
+
+    def gradient(block):
+        with block:
+            y = w.tanh() * 2
+            z = (op(y) + y).sin().exp() * y
+        return torch.autograd.grad(z.sum(), w)[0]
+
+    expected = gradient(contextlib.nullcontext())
+    for _ in range(3):
+        assert torch.equal(gradient(everything()), expected)
+
+
 def test_an_operator_that_is_gone():
     """torch destroys the library of a custom_op that is defined once more, as in a notebook."""
     w = torch.randn(16, 16, requires_grad=True)

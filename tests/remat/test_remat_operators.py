@@ -6,6 +6,7 @@ from helpers import Wrapper
 from remat_programs import check, everything
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsave_ext import CheckpointError
 
@@ -278,6 +279,80 @@ def test_kernels_that_are_not_seen(kind):
         return torch.autograd.grad(z.sum(), w)
 
     check(program)
+
+
+class Writes(torch.autograd.Function):
+    """Its kernel writes what it was given, which it does not say: Liger's rotary embedding does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.detach().numpy()[...] *= 2
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x.sign() * 2
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (4, 9)])
+def test_a_function_that_writes_what_it_was_given_without_a_word(shape):
+    """Its first call tells, of each shape."""
+    w = nn.Parameter(torch.randn(shape))
+
+    def program(block):
+        with block():
+            y = Writes.apply(w.tanh() + 1)
+            z = (y * y.detach()).sin().exp()
+        return torch.autograd.grad(z.sum(), w)
+
+    for _ in range(3):
+        check(program)
+
+
+def test_a_function_that_writes_what_is_from_outside_without_a_word():
+    """What has been dropped by then is not computed from it."""
+    w, given = nn.Parameter(torch.randn(6, 5)), torch.randn(6, 5)
+
+    def program(block):
+        x = given.clone()
+        with block():
+            y = (w * x.sin()).exp()
+            Writes.apply(x)
+        return torch.autograd.grad(y.sum(), w)
+
+    with pytest.raises(CheckpointError, match=r"aten::sin is to be computed again, but"):
+        check(program)
+    for _ in range(2):  # it is known by now
+        check(program)
+
+
+class Rounds(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        return out.bfloat16().float() if function is torch.ops.aten.mul.Tensor else out
+
+
+def test_a_mode_that_decides_what_operators_give():
+    w = nn.Parameter(torch.randn(8, 8))
+
+    def program(block):
+        with Rounds(), block():
+            z = (w * 3.3).sin().exp()
+        return torch.autograd.grad(z.sum(), w)
+
+    check(program, drops=False)
+
+
+def test_parameters_that_are_changed_without_gradients_are_from_outside():
+    w, x = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8, requires_grad=True)
+    with everything() as block:
+        with torch.no_grad():
+            w.clamp_(min=0.1)
+        y = (x @ w).sum()
+    assert block.figures().kept_bytes == 0
+    y.backward()
 
 
 def test_a_kernel_that_is_called_outside_of_a_function():
