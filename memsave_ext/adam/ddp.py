@@ -19,6 +19,9 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ..elsewhere.gradient import is_dense
+from . import errors
+
 Hook = Callable[[Any, Any], Any]
 
 
@@ -57,10 +60,13 @@ class StepReduced:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._optimizer: Callable[[], Any] = lambda: None
         self._params: dict[int, Tensor] = {}  # the parameters that the optimizer steps, by id
+        self._ddp = weakref.ref(ddp)
         self._group = ddp.process_group
         # False: every process uses every parameter in each backward.
         self._some_unused = ddp.find_unused_parameters or ddp.static_graph
         self._usage: Callable[[], _Usage | None] = lambda: None
+        # The strides that the reducer was seen to lay gradients with, by id of the parameter.
+        self._strides: dict[int, tuple[int, ...]] = {}
         self._mirrored = 0  # how many parameters the buckets of a mirrored backward have so far
         self._reducer_writes = True
         self._set_reduction(None, None)
@@ -114,14 +120,19 @@ class StepReduced:
     def _run(self, bucket: Any) -> Any:
         if torch._C._current_graph_task_id() == -1:
             return self._mirror(bucket)
+        self._check_divisor()
         stepper = self.stepper
         buffer: Tensor = bucket.buffer()
-        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        pairs = list(zip(bucket.parameters(), _gradients(bucket), strict=True))
         used = [param.grad is not None for param, _ in pairs]
         ours = [id(param) in self._params for param, _ in pairs]
+        for param, grad in pairs:
+            self._check_layout(param, grad)
         backward = None
         if stepper is not None:
             mine = [param for (param, _), own in zip(pairs, ours, strict=True) if own]
+            if mine and buffer.layout != torch.strided:
+                raise errors.sparse_in_ddp()
             backward = stepper.begin_reduced(mine)
             for param in mine:
                 param.grad = None  # the bucket has the gradient
@@ -140,7 +151,7 @@ class StepReduced:
             for pair, is_used, own in zip(pairs, used, ours, strict=True):
                 if is_used and own and stepper is not None:
                     chosen.append(pair)
-                elif is_used and not self._reducer_writes:
+                elif is_used and not self._reducer_writes and buffer.layout == torch.strided:
                     param, grad = pair
                     param.grad = grad.clone()
             if chosen:
@@ -157,8 +168,10 @@ class StepReduced:
 
         def finish(done: Any) -> Tensor:
             with _that_backward_waits_for(stream):
-                reduced = done.value()
-                reduced = reduced[0] if isinstance(reduced, (list, tuple)) else reduced
+                value = done.value()
+                reduced: Tensor = value[0] if isinstance(value, (list, tuple)) else value
+                if buffer.layout != torch.strided:
+                    return reduced  # the reducer writes sparse gradients to .grad itself
                 if reduced.data_ptr() != buffer.data_ptr():
                     buffer.copy_(reduced)
                 if step_now is not None:
@@ -193,9 +206,55 @@ class StepReduced:
             _call_after_reducer(lambda: _call_after_reducer(usage.step))
         return usage
 
+    def _check_divisor(self) -> None:
+        """Raises RuntimeError where ``join()`` asks for another divisor than all processes, which
+        the reducer tells no hook."""
+        ddp = self._ddp()
+        if ddp is None or not ddp._join_config.enable or self._reduce is not allreduce_hook:
+            return
+        if not ddp._divide_by_initial_world_size:
+            raise errors.divides_by_those_left()
+
+    def _check_layout(self, param: Tensor, grad: Tensor) -> None:
+        """Raises RuntimeError where the reducer has laid a gradient with other strides than those
+        that the parameter has now.
+
+        It keeps those that there were when its buckets were made. Before the reduction the bucket
+        has the numbers in ``.grad``, which show it. They are compared once for other strides than
+        those of a contiguous parameter.
+        """
+        local, strides = param.grad, param.stride()
+        known = self._strides.get(id(param))
+        if strides == known or (known is None and param.is_contiguous()):
+            return
+        if type(grad) is not Tensor or grad.layout != torch.strided:
+            return
+        if local is None or local.dtype != grad.dtype:
+            return
+        if not bool(((local == grad) | local.isnan()).all()):
+            raise errors.moved_in_ddp(param)
+        self._strides[id(param)] = strides
+
     def _clear_gradients(self) -> None:
         for param in self._params.values():
             param.grad = None
+
+
+def _gradients(bucket: Any) -> list[Tensor]:
+    """Returns the gradients in a bucket, each as the reducer has laid it there.
+
+    That is with the strides of its parameter where these are dense, and otherwise in the order of
+    indices, in which ``bucket.gradients()`` has all of them. A bucket is for one sparse gradient.
+    """
+    buffer: Tensor = bucket.buffer()
+    if buffer.layout != torch.strided:
+        return [buffer]
+    return [
+        grad
+        if param.is_contiguous() or not is_dense(param)
+        else grad.as_strided(param.shape, param.stride(), grad.storage_offset())
+        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
+    ]
 
 
 class _Usage:

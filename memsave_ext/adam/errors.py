@@ -175,6 +175,30 @@ def sparse_for_own_step() -> RuntimeError:
     )
 
 
+def sparse_in_ddp() -> RuntimeError:
+    return RuntimeError(
+        "memsave_ext: DistributedDataParallel has reduced a sparse gradient, of a parameter that "
+        "attach() has the optimizer step in backward, which sparse gradients cannot be. Put such "
+        "parameters into another optimizer, which steps after backward"
+    )
+
+
+def divides_by_those_left() -> RuntimeError:
+    return RuntimeError(
+        "memsave_ext: join(divide_by_initial_world_size=False) is not possible after attach(), as "
+        "a communication hook cannot know how many processes still have batches. Leave the option "
+        "out: gradients are then divided by the number of all processes"
+    )
+
+
+def moved_in_ddp(param: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"memsave_ext: a parameter of shape {list(param.shape)} has strides {param.stride()}, and "
+        "had others when DistributedDataParallel was made, which lays gradients with those. Call "
+        "model.to(memory_format=...) before DistributedDataParallel(model)"
+    )
+
+
 def wrong_gradient(param: Tensor, grad: Tensor) -> RuntimeError:
     return RuntimeError(
         "memsave_ext: a gradient must have the shape, dtype and device of its parameter, "

@@ -607,6 +607,8 @@ def _params_of_ddp() -> set[int]:
 
     # Every object refers to its class. To ask the collector for these takes half of what a list of
     # all objects does; it is still some 30 ms.
-    referrers = gc.get_referrers(DistributedDataParallel)
-    modules = [m for m in referrers if type(m) is DistributedDataParallel]
+    kinds: list[Any] = [DistributedDataParallel]
+    for kind in kinds:  # which grows
+        kinds += kind.__subclasses__()
+    modules = [m for m in gc.get_referrers(*kinds) if type(m) in kinds]
     return {id(p) for module in modules for p in module.parameters()}
