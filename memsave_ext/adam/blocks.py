@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +23,16 @@ SMALLEST = 4096  # elements; smaller parameters have no moments in blocks
 _LOST = 2.0**63
 _PART = 1 << 17  # elements that are converted at once, whole blocks
 SCALES = tuple(f"{name}_scale" for name in _CODED)
+_SAVED = "codes"  # what a saved state has under the name of a moment in blocks
 
 
 def takes_blocks(param: Tensor) -> bool:
     """Whether the moments of ``param`` can be in blocks.
 
     Blocks are consecutive in memory, so it must be dense; in small ones they are not worth it.
-    Of a DTensor the largest shard decides.
+    Of a DTensor all shards together decide, so that any number of processes has the same states.
     """
-    size = dtensor.largest_shard(param) if dtensor.is_dtensor(param) else param.numel()
-    return size >= SMALLEST and Elements(dtensor.local_tensor(param)).dense
+    return param.numel() >= SMALLEST and Elements(dtensor.local_tensor(param)).dense
 
 
 def blocks_of(param: Tensor, spec: Codes) -> int:
@@ -51,6 +52,22 @@ def coded_format(state: Mapping[str, Tensor]) -> StateFormat | None:
         return None
     key = key_of_state(state)
     return next((row for row in STATE_FORMATS if row.codes and (row.dtype, row.joint) == key), None)
+
+
+def codes_to_saved(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state as it is saved, with the codes of each moment in a dict of their own.
+
+    ``torch.distributed.checkpoint`` compares names and sizes alone, not dtypes: it would read codes
+    as the float32 moments of an optimizer that has no blocks.
+    """
+    coded = [n for n in _CODED if f"{n}_scale" in state and isinstance(state.get(n), Tensor)]
+    return state | {name: {_SAVED: state[name]} for name in coded}
+
+
+def codes_from_saved(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a saved state as an optimizer has it. Versions up to 0.3.0 have saved it so."""
+    coded = [n for n in _CODED if isinstance(state.get(n), dict) and _SAVED in state[n]]
+    return state | {name: state[name][_SAVED] for name in coded}
 
 
 @functools.cache
@@ -235,6 +252,15 @@ def from_blocks(state: Mapping[str, Tensor], row: StateFormat) -> dict[str, Tens
     like = dtensor.local_tensor(placed_like)
     elements = Elements(like)
     names = [name for name in _CODED if f"{name}_scale" in state]
+    if any(state[f"{name}_scale"].dim() > 1 for name in names) and not dtensor.is_dtensor(
+        placed_like
+    ):
+        raise ValueError(
+            f"state_dict has {first!r} as a whole, with the scales of the blocks of "
+            f"{list(state[f'{names[0]}_scale'].shape[:-1])} shards, from which it cannot be "
+            "converted: call to_fp32_state_dict() while it is sharded, before "
+            "get_optimizer_state_dict with full_state_dict=True"
+        )
     moments = {name: zeros_like(like, torch.float32) for name in names}
     for begin, part in _parts(state, elements, row.codes):
         flat = Elements(part[first])

@@ -18,7 +18,16 @@ from torch import Tensor
 from ..elsewhere.gradients import Gradients
 from ..shared.dtensor import as_placed, is_dtensor, is_placed_alike, local_tensor
 from . import errors, formats, kahan
-from .blocks import SCALES, coded_format, from_blocks, scale_shape, takes_blocks, to_blocks
+from .blocks import (
+    SCALES,
+    coded_format,
+    codes_from_saved,
+    codes_to_saved,
+    from_blocks,
+    scale_shape,
+    takes_blocks,
+    to_blocks,
+)
 from .formats import StateFormat
 from .place import Place
 from .rules import MOMENTS, Rule, is_adam, rule_of
@@ -322,15 +331,17 @@ def keep(old: list[dict[str, Any]], new: list[dict[str, Any]], scaled: bool) -> 
 def to_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns the state_dict in types that torch.distributed can gather and send.
 
-    A dtype among the options becomes its name. 16-bit low parts that are DTensors become int32 of
-    the same numbers: gloo and NCCL gather no int16. Where states lie is not saved: it is this
-    machine's.
+    A dtype among the options becomes its name, and codes have names of their own. 16-bit low parts
+    that are DTensors become int32 of the same numbers: gloo and NCCL gather no int16. Where states
+    lie is not saved: it is this machine's.
     """
     states = {}
     for index, state in state_dict["state"].items():
-        low_part = state.get("param_rest") if isinstance(state, dict) else None
-        if low_part is not None and low_part.dtype == torch.int16 and is_dtensor(low_part):
-            state = state | {"param_rest": as_placed(low_part, local_tensor(low_part).int())}
+        if isinstance(state, dict):
+            low_part = state.get("param_rest")
+            if low_part is not None and low_part.dtype == torch.int16 and is_dtensor(low_part):
+                state = state | {"param_rest": as_placed(low_part, local_tensor(low_part).int())}
+            state = codes_to_saved(state)
         states[index] = state
     groups = []
     for group in state_dict["param_groups"]:
@@ -342,8 +353,12 @@ def to_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state_dict with dtypes in place of their names, which older ones do not have, and
-    "split" in place of "kahan"."""
+    """Returns the state_dict with dtypes in place of their names and codes under those of their
+    moments, as older ones have them, and "split" in place of "kahan"."""
+    states = {
+        index: codes_from_saved(state) if isinstance(state, dict) else state
+        for index, state in state_dict["state"].items()
+    }
     groups = []
     for group in state_dict["param_groups"]:
         name = group.get("state_dtype")
@@ -351,7 +366,7 @@ def from_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
         group = group | {"state_dtype": dtype} if isinstance(dtype, torch.dtype) else {**group}
         kahan.replace(group)
         groups.append(group)
-    return {**state_dict, "param_groups": groups}
+    return {**state_dict, "state": states, "param_groups": groups}
 
 
 _BITSANDBYTES = "__bnb_optimizer_quant_state__"  # where its optimizers keep what torch would cast
@@ -474,6 +489,7 @@ def to_fp32(
         if not isinstance(state, dict):  # a user's, under a name of its own
             states[index] = state
             continue
+        state = codes_from_saved(state)
         plain = {name: value for name, value in state.items() if name not in ours}
         if (row := coded_format(state)) is not None:
             plain |= from_blocks(state, row)

@@ -2,6 +2,7 @@
 the bits of a new optimizer that has loaded it."""
 
 import copy
+import io
 import re
 
 import pytest
@@ -318,6 +319,55 @@ def test_an_ordinary_one_keeps_its_gradients(kind):
     loss(net, 7).backward()
     optimizer.load_state_dict(saved[1])
     assert all(p.grad is not None for p in net.parameters())
+
+
+@pytest.mark.parametrize("kind", [ms.AdamW, ms.SGD, ms.Lion])
+@pytest.mark.parametrize("bf16", [None, "split"])
+def test_codes_under_the_names_of_earlier_versions(kind, bf16):
+    """Versions up to 0.3.0 have saved codes under the names of float32 moments."""
+    options = {"state_dtype": "8bit", "bf16": bf16, "lr": 0.01}
+    options |= {"momentum": 0.9} if kind is ms.SGD else {}
+    found = []
+    for old in (False, True):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(64, 128, dtype=torch.bfloat16 if bf16 else None))
+        optimizer = kind([weight], **options)
+        weight.square().sum().backward()
+        optimizer.step()
+        own = torch.optim.Optimizer.state_dict(optimizer) if old else optimizer.state_dict()
+        saved = io.BytesIO()
+        torch.save(own, saved)
+        saved.seek(0)
+        loaded = torch.load(saved, weights_only=True)
+        (state,) = loaded["state"].values()
+        moment = "momentum_buffer" if kind is ms.SGD else "exp_avg"
+        assert isinstance(state[moment], dict) is not old
+        other = kind([weight], **options)
+        other.load_state_dict(loaded)
+        assert {n: v.dtype for n, v in other.state[weight].items()} == {
+            n: v.dtype for n, v in optimizer.state[weight].items()
+        }
+        exported = optimizer.to_fp32_state_dict(loaded)["state"][0][moment]
+        other.step()
+        other.zero_grad()
+        found.append((weight.detach().clone(), exported))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("by", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize("states", ["8bit", "4bit"])
+def test_torchs_optimizer_does_not_step_with_codes(states, by):
+    weight = nn.Parameter(torch.randn(64, 64))
+    optimizer = ms.AdamW([weight], state_dtype=states)
+    weight.square().sum().backward()
+    optimizer.step()
+    torchs = torch.optim.AdamW([weight], **by)
+    torchs.load_state_dict(optimizer.state_dict())
+    for group in torchs.param_groups:  # which were loaded, too
+        group.update({"foreach": None, "fused": None} | by)
+    with pytest.raises((TypeError, KeyError, AttributeError)):
+        torchs.step()
 
 
 @pytest.mark.parametrize("kind", [ms.Adam, ms.AdamW, ms.SGD, ms.Lion])

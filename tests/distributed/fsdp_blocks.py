@@ -18,7 +18,8 @@ OPTIMIZERS = {
     "Lion 8bit": (ms.Lion, {"lr": 0.003, "state_dtype": "8bit"}),
 }
 EVEN = [(64, 128), (32, 256)]  # shards of whole blocks, in one process and in two
-# Shards that end within a block; of 4800 and 3600 elements; of 5000 and none; of less than 4096.
+# Shards that end within a block; of 4800 and 3600 elements; of 5000 and none; of 2400, all of them
+# more than 4096; of less than 4096.
 ODD = [(10, 900), (7, 1200), (1, 5000), (8, 600), (3, 100)]
 
 
@@ -66,3 +67,14 @@ def train(net, optimizer, start=0, steps=STEPS):
         assert all(p.grad is None for p in net.parameters())
         optimizer.step()
         optimizer.zero_grad()
+
+
+def as_before(optimizer, state, old, prefix=""):
+    """What a checkpoint of version 0.3.0 or before is loaded into: that of docs/distributed.md."""
+    fp32 = optimizer.to_fp32_state_dict(state)["state"]
+    for name, now in state["state"].items():
+        now = {n: v["codes"] if isinstance(v, dict) else v for n, v in now.items()}
+        if any(f"{prefix}state.{name}.{n}" not in old for n in now):  # it had float32 states
+            now |= fp32[name]
+        state["state"][name] = {n: v for n, v in now.items() if f"{prefix}state.{name}.{n}" in old}
+    return state

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_blocks import shard
+from fsdp_blocks import as_before, shard
 from ranks import run_ranks, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -92,7 +92,7 @@ def saved(net, optimizer, way, name, old):
         dcp.save(state, checkpoint_id=name)
 
 
-def loaded(net, kind, way, name):
+def loaded(net, kind, way, name, old):
     """Returns another net and its optimizer, whose state is the one that was saved."""
     other = shard(net_of(kind[1]))
     other.load_state_dict(net.state_dict())
@@ -102,6 +102,9 @@ def loaded(net, kind, way, name):
         state = torch.load(f"{name}-{dist.get_rank()}.pt", weights_only=True)
     else:
         state = get_optimizer_state_dict(other, optimizer, options=saving)
+        if old:
+            metadata = dcp.FileSystemReader(name).read_metadata().state_dict_metadata
+            state = as_before(optimizer, state, metadata)
         dcp.load(state, checkpoint_id=name)
     set_optimizer_state_dict(other, optimizer, state, options=loading)
     return other, optimizer
@@ -129,7 +132,7 @@ def round_trips():
             name = f"{os.environ[FOLDER]}/{dist.get_world_size()}-{number}-{way}"
             as_in = "sharded" if way == "old" else way
             saved(net, optimizer, as_in, name, old=way == "old")
-            others[way] = loaded(net, kind, as_in, name)
+            others[way] = loaded(net, kind, as_in, name, old=way == "old")
         train(net, optimizer, STEPS)
         found["going on"] = whole(optimizer.fp32_parameters())
         found["ways"] = {}
