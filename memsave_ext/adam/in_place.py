@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..elsewhere.gradients import bring_back
+from ..shared.dtensor import is_dtensor, local_tensor, put_local
 from . import modes, owners
 from .any_optimizer import in_backward
 from .files import Files
@@ -93,14 +94,23 @@ def _as_torchs(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     try:
         place = Files(tempfile.gettempdir())
         place.reserve(
-            p.numel() * torch.float32.itemsize
+            local_tensor(p).numel() * torch.float32.itemsize
             for group in optimizer.param_groups
             for _ in rule_of(group).moments
             for p in group["params"]
         )
-        return modes.to_fp32(state_dict, lambda tensor: place.put(tensor.cpu(), _CPU))
+        return modes.to_fp32(state_dict, lambda tensor: _put(tensor, place))
     except (OSError, ValueError):  # no room in it, or no folder
         return modes.to_fp32(state_dict, Tensor.cpu)
+
+
+def _put(tensor: Tensor, place: Files) -> Tensor:
+    """Returns a tensor on the CPU whose values, of a DTensor those of its shard, lie in a file."""
+    moved = tensor.detach().cpu()
+    if not is_dtensor(moved):
+        return place.put(moved, _CPU)
+    put_local(moved, place.put(local_tensor(moved), _CPU))
+    return moved
 
 
 def _check(optimizer: Optimizer) -> None:

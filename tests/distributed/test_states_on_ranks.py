@@ -2,6 +2,8 @@
 
 import os
 import sys
+import tempfile
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import memsave_ext as ms
+from memsave_ext.adam import in_place
+from memsave_ext.adam.files import Files
 from memsave_ext.shared.dtensor import local_tensor
 from memsave_ext.store.mapped import is_mapped
 
@@ -108,6 +112,40 @@ def fsdp_saved():
     return found[::-1]
 
 
+def fsdp_saved_as_torchs():
+    """The small states of an optimizer that ``fit`` has applied are saved as torch's, in a file
+    that has room for this rank's shards."""
+    model = fully_shard(net(), mesh=dist.init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    in_place.become(optimizer, ms.AdamW, state_dtype="8bit")
+    train(model, optimizer)
+    reserved, reserve = [], Files.reserve
+
+    def noted(place, sizes):
+        reserved.extend(sizes := [*sizes])
+        reserve(place, sizes)
+
+    expected = optimizer.to_fp32_state_dict(ms.AdamW.state_dict(optimizer))["state"]
+    tempfile.tempdir = os.environ[FOLDER]
+    with mock.patch.object(Files, "reserve", noted):
+        saved = optimizer.state_dict()
+    tempfile.tempdir = None
+    shards = [local_tensor(p).nbytes for p in model.parameters()]
+    names = ("exp_avg", "exp_avg_sq")
+    mapped = 0
+    for number, p in enumerate(model.parameters()):
+        for name in names:
+            one, other = saved["state"][number][name], expected[number][name]
+            assert isinstance(one, DTensor) and one.shape == p.shape
+            assert one.placements == p.placements
+            assert torch.equal(local_tensor(one), local_tensor(other))
+            mapped += is_mapped(local_tensor(one))
+    plain = torch.optim.AdamW(model.parameters(), lr=0.01)
+    plain.load_state_dict(saved)
+    train(model, plain, 1, 2)
+    return mapped, sum(reserved) == 2 * sum(shards)
+
+
 FUNCTIONS = [ddp, fsdp, fsdp_clipped, fsdp_norm_pass, fsdp_saved]
 
 
@@ -121,3 +159,9 @@ def test_ranks(tmp_path, monkeypatch):
             assert (none, some) == (0, 4), name
             assert all(map(torch.equal, memory, files)), name
     assert list(tmp_path.iterdir()) == []
+
+
+def test_states_that_are_saved_as_torchs_lie_in_a_file(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    ranks = run_ranks(2, [fsdp_saved_as_torchs])["fsdp_saved_as_torchs"]
+    assert ranks == [(4, True)] * 2, ranks
