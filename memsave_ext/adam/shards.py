@@ -114,6 +114,35 @@ def clip_to_norm(
 
 
 @torch.no_grad()
+def clip_over_meshes(params: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Clips the gradients in ``.grad`` by the norm of all, as torch's ``clip_grad_norm_``, and
+    returns the norm.
+
+    Torch's takes DTensors of one mesh, or none: here those of each mesh, and the others, have a
+    norm, and the norm of these is that of all.
+    """
+    of_meshes: dict[Any, list[Tensor]] = {}
+    for param in params:
+        if param.grad is not None:
+            mesh = param.grad.device_mesh if is_dtensor(param.grad) else None  # type: ignore[attr-defined]
+            of_meshes.setdefault(mesh, []).append(param)
+    if len(of_meshes) <= 1:
+        return whole_norm(torch.nn.utils.clip_grad_norm_([*params], max_norm))
+    norms = [
+        whole_norm(torch.nn.utils.get_total_norm([p.grad for p in of_mesh if p.grad is not None]))
+        for of_mesh in of_meshes.values()
+    ]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    for of_mesh in of_meshes.values():
+        torch.nn.utils.clip_grads_with_norm_(of_mesh, max_norm, norm)
+    return norm
+
+
+def whole_norm(norm: Any) -> Tensor:
+    return norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
 def largest_of_processes(params: Iterable[Tensor], value: Tensor) -> Tensor:
     """Returns the largest ``value`` of all processes that have a part of one of ``params``.
 

@@ -17,7 +17,7 @@ from ..shared.warn import warn
 from . import clip_guard, modes, owners
 from .norms import grad_scale_of
 from .rules import is_adam, rule_of
-from .shards import largest_of_processes
+from .shards import clip_over_meshes, largest_of_processes
 from .stepper import Stepper
 
 SMALL_BYTES = 1 << 16
@@ -219,8 +219,7 @@ class InBackward(torch.optim.Optimizer):
         params = list(_params_of(self))
         if self.clip_global_norm is not None:
             modes.refuse_two_norms(self.param_groups)
-            norm: Any = torch.nn.utils.clip_grad_norm_(params, self.clip_global_norm)
-            self._stepper.note_norm(norm.full_tensor() if is_dtensor(norm) else norm)
+            self._stepper.note_norm(clip_over_meshes(params, self.clip_global_norm))
         return step_in_parts(params, lambda: self._stepper.step(0.0, unscaled))
 
     def _attach(self, params: Iterable[Tensor]) -> None:
