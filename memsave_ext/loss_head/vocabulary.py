@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..shared.dtensor import is_dtensor, is_placed_alike, local_tensor, put_local
 
-_PRIME = 1_000_003  # checksums below it are exact in float32
+_PRIME = 1_000_003  # checksums are below it
 
 
 class Vocabulary(NamedTuple):
@@ -24,16 +24,21 @@ class Vocabulary(NamedTuple):
         """Replaces sums of ``linear_cross_entropy_reduce_`` over this process's classes by those
         over all, stably, with two collectives.
 
+        Before them one of four numbers compares the targets, as others wait for ever where
+        processes have different numbers of tokens.
+
         Raises ValueError where processes have different targets: their hidden states are not
         those of the same tokens.
         """
         before, total, _, *entropy = sums.unbind()
         places = torch.arange(1, len(target) + 1, device=target.device)
-        checksum = ((target * places).sum() % _PRIME).to(sums.dtype)
-        largest = torch.cat([before, torch.stack([checksum, -checksum])])
+        checksum = (target * places).sum() % _PRIME
+        mine = torch.stack([checksum, torch.full_like(checksum, len(target))])
+        largest = torch.cat([mine, -mine])
         dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
-        _check_same(largest[-2] == -largest[-1])
-        maximum = largest[:-2]
+        _check_same((largest[:2] == -largest[2:]).all())
+        maximum = before.clone()
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, self.group)
         moved = before - torch.where(maximum == -torch.inf, 0.0, maximum)
         factor = moved.exp()
         for moment in entropy:  # the product is 0 where there is nothing to move

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks, whole
+from ranks import errors_of_ranks, run_ranks, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -253,6 +253,13 @@ def refusals():
     return said
 
 
+def another_number_of_tokens():
+    leaves, target, _ = problem(600, torch.float32)
+    w = distribute_tensor(leaves["linear_weight"], mesh(), [Shard(0)])
+    tokens = TOKENS - 5 * dist.get_rank()
+    ms.linear_cross_entropy(leaves["input"][:tokens], w, target[:tokens])
+
+
 CASES = {
     f"{dtype} {classes} {name}": functools.partial(
         errors, getattr(torch, dtype), OPTIONS[name], classes
@@ -284,9 +291,10 @@ def test_hidden_states_whose_sequence_is_sharded(results):
     assert results["log_probs_of_sequences"] == [True] * len(results["log_probs_of_sequences"])
 
 
-def test_two_small_collectives_and_no_gather(results):
+def test_small_collectives_and_no_gather(results):
+    """One of four numbers and two of some for each token; and that of the gradient."""
     for forward, backward in results["collectives"]:
-        assert len(forward) == 1 and list(forward.values()) == [2] and "allreduce" in str(forward)
+        assert len(forward) == 1 and list(forward.values()) == [3] and "allreduce" in str(forward)
         assert len(backward) == 1 and list(backward.values()) == [1] and "all" in str(backward)
 
 
@@ -321,3 +329,9 @@ def test_wrong_use_has_a_sentence(results):
         assert rank.keys() == texts.keys()
         for name, text in texts.items():
             assert text in rank[name], name
+
+
+def test_another_number_of_tokens_does_not_hang():
+    for message in errors_of_ranks(2, another_number_of_tokens, timeout=40):
+        assert message is not None
+        assert "which must all have the same tokens" in message, message
