@@ -144,6 +144,35 @@ def round_trips():
     return results
 
 
+def broadcast_under_ddp():
+    """Rank 0 sends its state, whose low parts it has made int32, to the others."""
+    found = []
+    for _ in range(2):
+        net = net_of("split")
+        ddp = nn.parallel.DistributedDataParallel(net)
+        optimizer = ms.AdamW(net.parameters(), lr=0.01, bf16="split")
+        train(ddp.module, optimizer, 0)
+        if found:
+            state = get_optimizer_state_dict(net, optimizer, options=StateDictOptions(**FULL))
+            for of in state["state"].values():
+                assert of["param_rest"].dtype == torch.int16
+                of["param_rest"] = of["param_rest"].int()
+            for of in optimizer.state.values():
+                of["param_rest"].fill_(dist.get_rank())
+            options = StateDictOptions(**FULL, broadcast_from_rank0=True)
+            sent = {} if dist.get_rank() else state
+            set_optimizer_state_dict(net, optimizer, sent, options=options)
+        train(net, optimizer, STEPS)
+        found.append(optimizer.fp32_parameters())
+    return found
+
+
+def test_low_parts_that_rank_0_broadcasts():
+    for rank in run_ranks(2, [broadcast_under_ddp])["broadcast_under_ddp"]:
+        assert isinstance(rank, list), rank
+        assert equal(*rank)
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     os.environ[FOLDER] = str(tmp_path_factory.mktemp("checkpoints"))
