@@ -113,10 +113,7 @@ def _placed(param: Any, local: Tensor, shape: torch.Size, stride: tuple[int, ...
 
 
 def largest_shard(param: Any) -> int:
-    """Returns how many elements the largest shard has, the same number in every process.
-
-    It decides whether states are in blocks: they are in all shards or in none.
-    """
+    """Returns how many elements the largest shard has, the same number in every process."""
     shards = _shards_along_dims(param)
     return math.prod(-(-size // n) for size, n in zip(param.shape, shards, strict=True))
 
