@@ -286,7 +286,9 @@ void Backward::flush(Bucket& bucket, bool all) {
   accumulators.reserve(bucket.waiting.size());
   for (auto& waiting : bucket.waiting) {
     if (waiting.parameter->entry->waits_in != this) continue;  // was forgotten
-    if (!all && is_awaited(*waiting.parameter)) {
+    // Of those that ask, all processes flush the same ones. Where a recompute still needs one here,
+    // it raises: the others know nothing of it, and would wait for this process.
+    if (!all && bucket.kind != Kind::kShardsThatAsk && is_awaited(*waiting.parameter)) {
       stays.push_back(std::move(waiting));
       continue;
     }

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks, whole
+from ranks import errors_of_ranks, run_ranks, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -214,3 +214,47 @@ def test_pipelines_have_the_bits_of_plain(results, case):
         values, dropped = rank
         assert same(values, plain[0])
         assert (dropped > 0) == (budget in (1, "300KB"))
+
+
+class ReadsTheNext(nn.Module):
+    """Reads the next one's weight past autograd, too: a recompute of it needs that unchanged."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.w, self.v = (
+            nn.Parameter(distribute_tensor(torch.randn(128, 64) / 8, mesh, [Shard(0)]))
+            for _ in range(2)
+        )
+
+    def forward(self, x, other):
+        x = (x + other.to_local().detach()).sin().exp()
+        return x + F.gelu(F.gelu(F.linear(x, self.w.to_local())).sin() @ self.v.to_local())
+
+
+class ReadNext(nn.Module):
+    def __init__(self, mesh):
+        super().__init__()
+        self.blocks = nn.ModuleList(ReadsTheNext(mesh) for _ in range(4))
+
+    def forward(self, x):
+        for i, block in enumerate(self.blocks):
+            x = block(x, self.blocks[(i + 1) % 4].w)
+        return x
+
+
+def steps_what_a_recompute_needs():
+    torch.manual_seed(0)
+    net = ReadNext(init_device_mesh("cpu", (2,)))
+    ms.remat_module(net, budget=1)
+    modes = {"in_backward": True, "max_grad_norm": 0.01, "bucket_bytes": 20_000}
+    opt = ms.AdamW(net.parameters(), lr=0.01, **modes)
+    for _ in range(3):
+        net(torch.randn(64, 64)).square().mean().backward()
+        opt.step()
+
+
+@pytest.mark.skipif(not ms._native.available, reason="remat keeps everything")
+def test_shards_that_a_recompute_still_needs_are_no_reason_to_wait():
+    """All processes clip the same gradients together: one that left some out would be waited for."""
+    for error in errors_of_ranks(2, steps_what_a_recompute_needs):
+        assert "is to be computed again" in error or "Connection closed" in error
