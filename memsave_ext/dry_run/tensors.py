@@ -17,7 +17,11 @@ _MOST_KNOWN = 1 << 24  # elements of a tensor of counts, whose values stay known
 _DEFAULT_DISPATCH: Any = torch._C._disabled_torch_dispatch_impl
 
 
-def swap_all(tensors: Iterable[Tensor], mode: FakeTensorMode) -> list[Tensor]:
+def swap_all(
+    tensors: Iterable[Tensor],
+    mode: FakeTensorMode,
+    storages: dict[int, torch.UntypedStorage] | None = None,
+) -> list[Tensor]:
     """Makes tensors fake ones, and their gradients, and returns all of them.
 
     The tensor objects stay, so that closures, caches and lists have fakes, too: each gets another
@@ -28,6 +32,7 @@ def swap_all(tensors: Iterable[Tensor], mode: FakeTensorMode) -> list[Tensor]:
     Args:
         tensors: all of the process.
         mode: of the fakes.
+        storages: those of fakes that were made before, by the addresses of the real ones.
     """
     kinds = _Kinds()
     found = [tensor for tensor in tensors if kinds[type(tensor)]]
@@ -39,7 +44,7 @@ def swap_all(tensors: Iterable[Tensor], mode: FakeTensorMode) -> list[Tensor]:
             if id(gradient) not in known and kinds[type(gradient)]:  # no object referred to it
                 known.add(id(gradient))
                 found.append(gradient)
-    storages: dict[int, torch.UntypedStorage] = {}
+    storages = {} if storages is None else storages
     swapped = []
     for tensor in found:
         kind, made = kinds[type(tensor)], _fake_of(tensor, mode, storages)

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.amp import autocast_mode
 from torch.nn import functional
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .cuda import FUSED, on_cpu
 from .mode import predicts
@@ -78,9 +79,31 @@ def on_fakes(resized: Callable[[torch.UntypedStorage], None]) -> list[Patch]:
         Patch(FakeTensor, "tolist", _tolist),
         # torch adds the bias in place; of fake tensors it makes a sum.
         Patch(functional, "linear", _linear),
+        # safetensors lays tensors on a storage of a file's memory, of which fakes know no shape.
+        Patch(torch, "asarray", _asarray),
         # FSDP2 makes and frees a gathered parameter's memory so, which no operator shows.
         Patch(torch.UntypedStorage, "resize_", _resize(resized)),
     ]
+
+
+def of_parameters(adopt: Callable[[Tensor], None]) -> Patch:
+    """That of parameters that are made of real memory, such as weights which a library has read
+    from a file without an operator.
+
+    Args:
+        adopt: makes a fake of a real tensor.
+    """
+
+    def make(before: Any) -> Any:
+        def new(kind: Any, data: Any = None, requires_grad: bool = True) -> Any:
+            made = before(kind, data, requires_grad)
+            if predicts():
+                adopt(made)
+            return made
+
+        return new
+
+    return Patch(nn.Parameter, "__new__", make)
 
 
 def on_cuda() -> list[Patch]:
@@ -198,6 +221,16 @@ def _tolist(before: Any) -> Any:
             return self.constant.tolist()
 
     return tolist
+
+
+def _asarray(before: Any) -> Any:
+    def asarray(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(obj, torch.UntypedStorage):
+            return before(obj, *args, **kwargs)
+        with _disable_current_modes():
+            return before(obj, *args, **kwargs)
+
+    return asarray
 
 
 def _linear(before: Any) -> Any:

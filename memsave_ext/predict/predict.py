@@ -295,7 +295,7 @@ def _told(
     tracker = FakeTracker(device)
     if ranks is not None:
         tracker.storages.collective = ranks.join()
-    with on_fakes(tracker.storages, device, tensors):
+    with on_fakes(tracker.storages, device, tensors) as adopt:
         tracker.listen()
         note("what is built")
         with built_alone() if ranks is None else nullcontext():
@@ -303,6 +303,7 @@ def _told(
         model, made, step = checked("predict: build", built)
         if ranks is None:
             refuse_distributed(model)
+        _adopt_all(adopt, model, made)
         if may_take_longer:
             allow(_SECONDS_PER_PARAMETER * sum(1 for _ in model.parameters()))
         follow_libraries(tracker.storages)  # build() imports transformers where it needs them
@@ -329,6 +330,27 @@ def _told(
     more = modules.names, modules.layers, tracker.storages.repeats.learned()
     of_step = tracker.live, tracker.peak, *times, tracker.others, tracker.reserved
     return Told(record, *of_step, tracker.elsewhere, names.texts, *more)
+
+
+def _adopt_all(adopt: Callable[[Any], None], model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Makes fakes of what is still real of a model and its optimizer.
+
+    Raises:
+        RuntimeError: a parameter is real that something follows by hooks, which a fake in its place
+            would not have.
+    """
+    adopt(list(model.buffers()))
+    if optimizer is not None:
+        adopt(list(optimizer.state.values()))
+    in_backward = getattr(optimizer, "in_backward", False)
+    for name, param in model.named_parameters():
+        if not (in_backward or param._backward_hooks or param._post_accumulate_grad_hooks):
+            adopt(param)
+        if type(param) is nn.Parameter:
+            raise RuntimeError(
+                f"predict: the parameter {name} has real memory, as build() has made it in another "
+                "thread, in which nothing is fake. Make the model in the thread that calls build()"
+            )
 
 
 def _of_other_models(reached: Iterable[Tensor]) -> list[Tensor]:

@@ -216,6 +216,7 @@ def test_traced_models_within_a_budget():
 
 def test_globals_are_replaced_in_the_child_alone():
     listed = [*patches.in_child(1, None, None), *patches.on_fakes(print), *patches.on_cuda()]
+    listed.append(patches.of_parameters(print))
 
     def standing():
         return [getattr(one.owner, one.name) for one in listed]
