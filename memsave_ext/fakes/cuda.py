@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
-from torch.optim import Optimizer
+from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map_only
 
@@ -53,15 +53,9 @@ def as_on_cuda() -> TorchFunctionMode:
     for name in _FLOAT32:
         library.impl(name, _in_float32(_overload(name)), _KEY)
     _libraries.append(library)
+    # Parameters have this class here, of which torch's optimizers step no lists by themselves.
+    optimizer._foreach_supported_types.append(FakeTensor)
     return _CardNames()
-
-
-def step_as_on_cuda(optimizer: Optimizer | None) -> None:
-    """Torch's optimizers step lists of tensors on CUDA, unless an option says otherwise."""
-    if optimizer is not None and type(optimizer).__module__.startswith("torch.optim"):
-        for group in optimizer.param_groups:
-            if group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True
 
 
 _MOVES = (Tensor.to, torch._C._nn._parse_to)

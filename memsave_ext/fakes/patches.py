@@ -109,6 +109,7 @@ def of_parameters(adopt: Callable[[Tensor], None]) -> Patch:
 def on_cuda() -> list[Patch]:
     """Those of a step that is predicted for CUDA, besides: no card need be there."""
     kind: Any = autocast_mode.autocast
+    optimizers = [one for name, one in sys.modules.items() if name.startswith("torch.optim.")]
     return [
         Patch(torch.cuda, "synchronize", _value(_nothing)),
         Patch(torch.cuda, "set_device", _value(_nothing)),
@@ -121,6 +122,13 @@ def on_cuda() -> list[Patch]:
         Patch(Tensor, "record_stream", _value(_nothing)),
         # A card computes these by other kernels. torch's functions call each other by these names.
         *(Patch(functional, before.__name__, _value(fused)) for before, fused in FUSED.items()),
+        # By these torch's optimizers decide how they step; their modules import them by name.
+        *(
+            Patch(one, name, _with_cpu)
+            for one in optimizers
+            for name in _DEVICES_OF_OPTIMIZERS
+            if hasattr(one, name)
+        ),
         # A default device is below the mode in which a step may name a card.
         Patch(DeviceContext, "__init__", _default_device_made),
         # A step may have asked a tensor for its device, which is the CPU here.
@@ -167,6 +175,15 @@ def _told_of_file(theirs: Any) -> Any:
 def _value(new: Any) -> Callable[[Any], Any]:
     """Whatever stands there."""
     return lambda _: new
+
+
+_DEVICES_OF_OPTIMIZERS = (
+    "_get_foreach_kernels_supported_devices", "_get_capturable_supported_devices",
+)  # fmt: skip
+
+
+def _with_cpu(before: Any) -> Any:
+    return lambda *args, **kwargs: [*before(*args, **kwargs), "cpu"]
 
 
 def _swap_tensors(before: Any) -> Any:

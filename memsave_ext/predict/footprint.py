@@ -375,7 +375,7 @@ class _Modes:
         For parameters on the meta device it is the mode that accelerators get. If groups differ, it
         is the mode that needs most.
         """
-        chosen = set(map(_implementation, self._groups))
+        chosen = {_implementation(self._kind, group) for group in self._groups}
         return next((mode for mode in (FOREACH, FOR_LOOP, FUSED) if mode in chosen), FOR_LOOP)
 
     def _predict_torchs(self, mode: str) -> ModeFootprint:
@@ -505,16 +505,23 @@ def _torchs_kind(optimizer: torch.optim.Optimizer | None) -> type[torch.optim.Op
     return torch.optim.Adam if isinstance(optimizer, Native) else type(optimizer)
 
 
-def _implementation(group: Mapping[str, Any]) -> str:
+def _implementation(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> str:
+    """Returns how an optimizer of a class steps a group."""
     if group.get("fused"):
         return FUSED
-    foreach = group.get("foreach")
-    if foreach is None and "foreach" in group:
-        fitting = {"meta", *_get_foreach_kernels_supported_devices()}
-        foreach = all(param.device.type in fitting for param in group["params"])
-        if isinstance(group.get("lr"), Tensor) and not group.get("capturable"):
-            foreach = False
-    return FOREACH if foreach else FOR_LOOP
+    if (foreach := group.get("foreach")) is not None:
+        return FOREACH if foreach else FOR_LOOP
+    # fused=False is a choice of the for-loop, and Adafactor has no other default.
+    if "foreach" not in group or group.get("fused") is False:
+        return FOR_LOOP
+    if issubclass(kind, torch.optim.Adafactor):
+        return FOR_LOOP
+    is_adam = issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))
+    if is_adam and isinstance(group.get("lr"), Tensor) and not group.get("capturable"):
+        return FOR_LOOP
+    fitting = {"meta", *_get_foreach_kernels_supported_devices()}
+    fits = all(param.device.type in fitting for param in group["params"])
+    return FOREACH if fits else FOR_LOOP
 
 
 def _our_state(group: dict[str, Any], slots: Sequence[Slot]) -> list[Entry]:

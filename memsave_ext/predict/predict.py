@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from ..dry_run.child import Child, ChildError, all_modules, allow, note
 from ..dry_run.world import follow_libraries, on_fakes
-from ..fakes.cuda import step_as_on_cuda
 from ..fakes.repeats import Learned, learn
 from ..memory.hooks import Names
 from ..memory.log import Record
@@ -307,8 +306,6 @@ def _told(
         if may_take_longer:
             allow(_SECONDS_PER_PARAMETER * sum(1 for _ in model.parameters()))
         follow_libraries(tracker.storages)  # build() imports transformers where it needs them
-        if device.type == "cuda":
-            step_as_on_cuda(made)
         note("first step")
         tracker.reserve()
         for _ in range(_first_steps(made)):

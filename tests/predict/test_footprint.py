@@ -278,6 +278,24 @@ def test_expected_is_what_the_optimizer_does():
     assert ms.memory.footprint(make_model(device="meta")).mode == "foreach"
 
 
+@pytest.mark.parametrize(
+    ("make", "options", "mode"),
+    [
+        (torch.optim.Adafactor, {}, "for-loop"),
+        (torch.optim.Adafactor, {"foreach": True}, "foreach"),
+        (torch.optim.AdamW, {"fused": False}, "for-loop"),
+        (torch.optim.AdamW, {"lr": torch.tensor(0.1)}, "for-loop"),
+        (torch.optim.AdamW, {"lr": torch.tensor(0.1), "capturable": True}, "foreach"),
+        (torch.optim.SGD, {"lr": torch.tensor(0.1)}, "foreach"),
+        (torch.optim.RMSprop, {}, "foreach"),
+    ],
+)
+def test_how_an_accelerator_steps(make, options, mode):
+    model = nn.Linear(4, 4, device="meta")
+    optimizer = make(model.parameters(), **options)
+    assert ms.memory.footprint(model, optimizer).mode == mode
+
+
 def test_any_optimizer_in_backward():
     model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
     optimizer = ms.in_backward(torch.optim.RMSprop(model.parameters(), momentum=0.9))
