@@ -403,10 +403,8 @@ def _row(
             predictions.as_built = step.seconds
         if batch is not None:
             straight = not techniques.within_budget
-            largest = _largest(
-                lambda size: predictions.needed(predictions.of_batch(techniques, size)),
-                budget, batch, needed, straight,
-            )  # fmt: skip
+            other = functools.partial(_needed, predictions, techniques)
+            largest = _largest(other, budget, batch, needed, straight)
     except Exception as error:  # the user's step may raise anything once something is changed
         if techniques == ALL[0]:
             raise
@@ -425,6 +423,15 @@ def _row(
     return row, _Top(step.top(3), step.remedies())
 
 
+def _needed(predictions: _Predictions, techniques: Techniques, size: int) -> int | None:
+    """Returns what a batch needs that nobody has asked for; None where its step fails, as that of
+    a batch norm with a batch of 1."""
+    try:
+        return predictions.needed(predictions.of_batch(techniques, size))
+    except Exception:  # the user's step may raise anything
+        return None
+
+
 def _reason(error: Exception) -> str:
     """Returns the first line of an error, with its class where it is not ours."""
     text = str(error).partition("\n")[0]
@@ -434,16 +441,20 @@ def _reason(error: Exception) -> str:
 
 
 def _largest(
-    peak: Callable[[int], int], budget: int, batch: int, its_peak: int, straight: bool
-) -> int:
-    """Returns the largest batch whose peak is within ``budget``, 0 for none.
+    peak: Callable[[int], int | None], budget: int, batch: int, its_peak: int, straight: bool
+) -> int | None:
+    """Returns the largest batch whose peak is within ``budget``, 0 for none; None where none was
+    found, but it is not known of all.
 
     Args:
+        peak: of a batch; None where it is not known. Smaller batches than one that was asked for
+            are then left out, and larger ones are taken to need too much.
         straight: whether peaks grow nearly linearly with the batch, which those of a step that
             keeps to the budget do only where it cannot.
     """
     known = {batch: its_peak}
     low, high = (batch, _MOST + 1) if its_peak <= budget else (0, batch)
+    found: int | None = low
     for attempt in range(64):
         if high - low <= 1:
             break
@@ -454,12 +465,18 @@ def _largest(
             size = min(4 * low if line is None else line, _MOST)
         else:
             size = (low + high) // 2 if line is None or attempt % 3 == 2 else line
-        known[size] = peak(size)
-        if known[size] <= budget:
-            low = size
-        else:
+        needed = peak(size)
+        if needed is not None:
+            known[size] = needed
+            if needed <= budget:
+                found = low = size
+            else:
+                high = size
+        elif size > batch:
             high = size
-    return low
+        else:
+            low, found = size, found or None
+    return found
 
 
 def _where_a_line_meets(

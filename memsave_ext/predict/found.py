@@ -32,8 +32,8 @@ class Fit:
         peak: predicted bytes; None where they do not apply.
         at_peak: the peak by category.
         fits: whether the peak, on CUDA what is reserved, is within the budget.
-        largest_batch: the largest batch that fits, 0 for none; None where ``build`` takes no batch
-            or they do not apply.
+        largest_batch: the largest batch that fits, 0 for none; None where ``build`` takes no batch,
+            they do not apply, or none was found, but smaller ones could not be predicted.
         reason: why they do not apply, else ``""``.
         moved: the most bytes that lie elsewhere at a time, in the place ``offload``; not in the
             peak. None where they do not apply or nothing is moved.

@@ -202,6 +202,54 @@ def test_the_largest_batch_needs_few_predictions(held, step, straight):
         assert len(asked) <= (2 if not largest else 8 if step == 1 else 22 if straight else 28)
 
 
+def test_sizes_that_fail_leave_the_row():
+    """As a batch of 1 does, of which a batch norm has no variance."""
+
+    def normed(batch):
+        model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Linear(256, 64))
+        x = torch.randn(batch, 64)
+
+        def step():
+            model(x).square().mean().backward()
+            model.zero_grad()
+
+        return model, None, step
+
+    def peak(size):
+        return ms.memory.predict(lambda: normed(size)).peak
+
+    def row(build, budget, batch):
+        found = search(build, budget, device=torch.device("cpu"), batch=batch, among=ALL[:1])
+        return found.rows[0]
+
+    found = row(normed, peak(100), 4096)
+    assert found.peak == peak(4096) and not found.fits and not found.reason
+    assert peak(found.largest_batch) <= peak(100) < peak(found.largest_batch + 1)
+    assert row(normed, 1, 64).largest_batch is None
+
+    def few(batch):
+        if batch > 10:
+            raise IndexError("there are no more rows")
+        return normed(batch)
+
+    found = row(few, 1 << 30, 4)
+    assert found.fits and found.peak == peak(4) and found.largest_batch == 10
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        row(normed, 1 << 30, 1)
+
+
+def test_the_largest_batch_above_sizes_that_fail():
+    def of(fails):
+        return lambda size: None if fails(size) else 100 * size
+
+    assert _largest(of(lambda size: size < 5), 1000, 64, 6400, True) == 10
+    assert _largest(of(lambda size: size < 5), 1000, 8, 800, True) == 10
+    assert _largest(of(lambda size: size > 9), 1000, 8, 800, True) == 9
+    assert _largest(of(lambda size: size != 64), 1000, 64, 6400, True) is None
+    assert _largest(of(lambda size: size != 64), 10_000, 64, 6400, True) == 64
+    assert _largest(of(lambda size: False), 50, 64, 6400, True) == 0
+
+
 def test_nothing_fits():
     found = ms.memory.fits(build, "100KB")
     assert found.cheapest is None
