@@ -39,7 +39,8 @@ _MOST = 1 << 20  # the largest batch that is asked for
 _SMALLER_BUDGETS = 3  # that are tried for a remat
 _HELP = """
 FUNCTION returns a tuple (model, optimizer or None, step), where step, without arguments, makes one
-training step. FUNCTION takes no arguments, or a batch size; then the largest that fits is found.
+training step. FUNCTION takes no arguments, or a batch size first, which has no default or is named
+batch or batch_size; then the largest that fits is found.
 Nothing is allocated: FUNCTION and step run on fake tensors.
 """
 
@@ -48,7 +49,7 @@ def fits(
     build: Build | Callable[[int], Any],
     budget: str | int,
     *,
-    batch: int = 1,
+    batch: int | None = None,
     device: torch.device | str = "cuda",
     every: bool = False,
     offload: Offload | None = None,
@@ -74,7 +75,9 @@ def fits(
         build: a function as :func:`predict` takes it; or one of a batch size, of which the largest
             that fits is found for each combination.
         budget: bytes, or a text such as ``"24GB"`` (10^9 bytes each) or ``"22.5GiB"`` (2^30).
-        batch: the batch size whose peaks are shown, if ``build`` takes one.
+        batch: the batch size whose peaks are shown, for a ``build`` that takes one: whose first
+            argument has no default, or is named ``batch`` or ``batch_size``. None: its default, or
+            1 where it has none.
         device: the device to predict for.
         every: whether what costs more than the first that fits is tried, too.
         offload: as of :func:`remat`, a folder or, on CUDA, ``"cpu"``: techniques that move memory
@@ -98,7 +101,8 @@ def fits(
         RuntimeError: the step as it is built cannot be predicted; see :func:`predict`.
     """
     limit = read_budget("fits", budget, parts=False).bytes
-    check_count("fits: batch", batch, 1)
+    if batch is not None:
+        check_count("fits: batch", batch, 1)
     check_timeout("fits", timeout)
     chosen = checked_device("fits", device)
     if isinstance(build, nn.Module):
@@ -109,7 +113,7 @@ def fits(
         )
     if not callable(build):
         raise TypeError(f"fits: build must be a function, got {type(build).__name__}")
-    size = batch if _takes_batch(build) else None
+    size = _size(build, batch)
     offload = check_offload("fits", offload, None, True, None)
 
     def on(ranks: Ranks | None) -> Fits:
@@ -497,14 +501,30 @@ def _where_a_line_meets(
     return None
 
 
-def _takes_batch(build: Callable[..., Any]) -> bool:
+def _size(build: Callable[..., Any], batch: int | None) -> int | None:
+    """Returns the batch size to predict; None where ``build`` is called without one.
+
+    Raises:
+        ValueError: a batch was asked for, and ``build`` takes none.
+    """
     try:
-        inspect.signature(build).bind()
-    except ValueError:
-        return False
-    except TypeError:
-        return True
-    return False
+        parameters = list(inspect.signature(build).parameters.values())
+    except ValueError:  # it has no signature that Python knows
+        parameters = []
+    first = parameters[0] if parameters else None
+    if first is not None and first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+        first = None
+    if first is not None and first.default is first.empty:
+        return 1 if batch is None else batch
+    if first is not None and first.name in ("batch", "batch_size"):
+        is_size = type(first.default) is int and first.default > 0
+        return (first.default if is_size else None) if batch is None else batch
+    if batch is not None:
+        raise ValueError(
+            f"fits: batch={batch} was given, but build takes no batch size: its first argument "
+            "must have no default, or be named batch or batch_size"
+        )
+    return None
 
 
 def make_parser(program: str) -> argparse.ArgumentParser:
@@ -528,9 +548,9 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch",
         type=int,
-        default=1,
         metavar="N",
-        help="the batch size of the table's peaks (default: 1)",
+        help="the batch size of the table's peaks, if FUNCTION takes one (default: that of "
+        "FUNCTION, or 1)",
     )
     parser.add_argument(
         "--device",

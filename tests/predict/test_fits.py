@@ -1,6 +1,7 @@
 """memory.fits(): which means make a step fit, and how large its batch can be."""
 
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -181,6 +182,35 @@ def test_the_largest_batch():
     none = ms.memory.fits(of_batch, 1 << 17, batch=2, device="cpu")
     applied = [row for row in none.rows if row.peak is not None]  # in pure Python not all do
     assert {row.largest_batch for row in applied} == {0}
+
+
+def test_which_functions_take_a_batch():
+    """A batch that was asked for is never left out without a word."""
+
+    def by_name(batch=8):
+        return of_batch(batch)
+
+    def by_longer_name(batch_size=None):
+        return of_batch(16 if batch_size is None else batch_size)
+
+    def width(width=64):
+        return build()
+
+    def row(function, **options):
+        found = ms.memory.fits(function, "1GB", device="cpu", **options)
+        return found.batch, found.rows[0].peak
+
+    def peak(size):
+        return ms.memory.predict(lambda: of_batch(size)).peak
+
+    assert row(of_batch) == (1, peak(1))
+    assert row(by_name) == (8, peak(8)) and row(by_name, batch=64) == (64, peak(64))
+    assert row(by_longer_name) == (None, peak(16))
+    assert row(by_longer_name, batch=64) == (64, peak(64))
+    for none in (width, build, functools.partial(of_batch, batch=8), lambda *sizes: build()):
+        assert row(none)[0] is None
+        with pytest.raises(ValueError, match=r"fits: batch=64 was given, but build takes no batch"):
+            ms.memory.fits(none, "1GB", batch=64)
 
 
 @pytest.mark.parametrize("straight", [True, False])
@@ -403,6 +433,8 @@ def test_the_command_line(capsys):
     batches = [row["largest_batch"] for row in document["rows"] if not row["reason"]]
     tried = (17, 11) if sampling.full else (7, 6)
     assert batches == [0] * tried[not ms._native.available]
+    assert main(["fits", f"{__name__}:build", "--budget", "1GB", "--batch", "8"]) == 2
+    assert "batch=8 was given, but build takes no" in capsys.readouterr().err
     assert main(["fits", where, "--budget", "much"]) == 2
     assert "budget must be" in capsys.readouterr().err
     with pytest.raises(ValueError, match="of the user's own"):
