@@ -15,6 +15,7 @@ from ..predict.agreement import Meeting, together
 from ..predict.applied import NOT_DEEPSPEED, Applied, applied_to
 from ..predict.batch import LargerBatches, on_device_of
 from ..predict.fit import check_request, fitted
+from ..predict.predict import check_timeout
 from ..predict.ranks import is_wrapped
 from ..predict.techniques import technique_of
 from ..remat.offload import Offload, check_offload
@@ -48,7 +49,8 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
     one technique, and the first alone prints and warns.
 
     Args:
-        budget, technique, others, offload, verbose, means: as of :func:`memsave_ext.fit`.
+        budget, technique, others, offload, verbose, timeout, means: as of
+            :func:`memsave_ext.fit`.
         largest: the largest batch of the training, as ``training_step()`` gets it; the step is
             predicted with it in place of the first batch. Without it, a UserWarning says where a
             batch is larger than the first.
@@ -61,7 +63,8 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         fitted: what :func:`memsave_ext.fit` returned; None before the first step.
 
     Raises:
-        TypeError, ValueError: ``budget``, ``technique`` or ``offload`` is not as said there.
+        TypeError, ValueError: ``budget``, ``technique``, ``offload`` or ``timeout`` is not as said
+            there.
         ValueError: at the first step: several processes train the model by another strategy; it
             has several optimizers, or optimizes by itself; and as :func:`memsave_ext.fit`.
         torch.OutOfMemoryError: at the first step: nothing fits.
@@ -77,14 +80,16 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         others: Iterable[nn.Module | Tensor] = (),
         offload: Offload | None = None,
         verbose: bool = True,
+        timeout: float | None = None,
         means: str | None = None,
     ) -> None:
         technique = technique_of("Fit", technique, means)
+        check_timeout("Fit", timeout)
         self.fitted: Applied | None = None
         self._budget = check_request("Fit", budget, technique)
         self._options: dict[str, Any] = {
             "technique": technique, "others": others, "verbose": verbose,
-            "place": check_offload("Fit", offload, None, True, None),
+            "place": check_offload("Fit", offload, None, True, None), "timeout": timeout,
         }  # fmt: skip
         self._largest = largest
         self._larger: LargerBatches | None = None

@@ -19,6 +19,7 @@ from ..predict.agreement import together
 from ..predict.applied import NOT_DEEPSPEED, Applied, applied_to, check
 from ..predict.batch import Call, LargerBatches, check_batch, on_device_of
 from ..predict.fit import check_request, fitted
+from ..predict.predict import check_timeout
 from ..predict.ranks import is_wrapped
 from ..predict.techniques import technique_of
 from ..remat.offload import Offload, check_offload
@@ -64,13 +65,14 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
             While the optimizer clips, the arguments' ``max_grad_norm`` is 0, in checkpoints, too.
         others: as of :func:`memsave_ext.fit`: such as the reference model that a Trainer calls
             itself, of whose steps only the model's own are predicted.
-        offload, verbose: as of :func:`memsave_ext.fit`.
+        offload, verbose, timeout: as of :func:`memsave_ext.fit`.
 
     Attributes:
         fitted: what :func:`memsave_ext.fit` returned; None before the first step.
 
     Raises:
-        TypeError, ValueError: ``budget``, ``technique`` or ``offload`` is not as said there.
+        TypeError, ValueError: ``budget``, ``technique``, ``offload`` or ``timeout`` is not as said
+            there.
         ValueError: when the training begins: one process has several devices, the model is
             compiled, or in DeepSpeed or FSDP1. At the first step: as :func:`memsave_ext.fit`.
         torch.OutOfMemoryError: at the first step: nothing fits.
@@ -87,14 +89,16 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         others: Iterable[nn.Module | Tensor] = (),
         offload: Offload | None = None,
         verbose: bool = True,
+        timeout: float | None = None,
         means: str | None = None,
     ) -> None:
         technique = technique_of("Fit", technique, means)
+        check_timeout("Fit", timeout)
         self.fitted: Applied | None = None
         self._budget = check_request("Fit", budget, technique)
         self._options: dict[str, Any] = {
             "loss": loss, "technique": technique, "others": others, "verbose": verbose,
-            "place": check_offload("Fit", offload, None, True, None),
+            "place": check_offload("Fit", offload, None, True, None), "timeout": timeout,
         }  # fmt: skip
         if largest is not None:
             check_batch("Fit(largest=)", largest)

@@ -71,7 +71,8 @@ def fit(
     and neither model, gradients nor random numbers are touched before a technique is applied. What
     is applied is printed: the technique, the predicted peak, the cost and the time; whether an
     evaluation of the batch, or a resume, would need more than the budget; and after the first steps
-    what was measured. A warning says where the peak of the second step is more than 2 % off the
+    what was measured. A warning names a technique that costs less and was left out, as its
+    prediction failed. Another one says where the peak of the second step is more than 2 % off the
     predicted one; with ``remat``, where it is higher.
 
     Args:
@@ -232,6 +233,12 @@ def fitted(
             raise torch.OutOfMemoryError(found.sentence("fit"))
         if chosen.peak is None:
             raise ValueError(f"fit: {chosen.name} does not apply: {chosen.reason}")
+        for row in found.rows[: found.rows.index(chosen)]:
+            if row.is_unpredicted:
+                warn(
+                    f"memsave_ext: fit: {row.name}, which costs less than {chosen.name}, was left "
+                    f"out, as its prediction failed: {row.reason}"
+                )
         tensors = {id(t): t for t in tree_leaves(batch) if isinstance(t, Tensor)}
         bytes_of_batch = sum(t.nbytes for t in tensors.values()) * micro_batches
         spare = bytes_of_batch if device.type == "cpu" else 0

@@ -67,6 +67,12 @@ class Fit:
         return self.peak if self.reserved is None else self.reserved
 
     @property
+    def is_unpredicted(self) -> bool:
+        """Whether its prediction failed, as one that takes too long; else it has a peak, or the
+        techniques do not apply."""
+        return self.reason.startswith("predict: ")
+
+    @property
     def times(self) -> str:
         """The time as a text, such as ``"1.34x"``; empty where it is not known."""
         return "" if self.time is None else f"{self.time:.2f}x"

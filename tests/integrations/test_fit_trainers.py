@@ -568,6 +568,16 @@ def test_wrong_use(tmp_path):
     assert stand_in.fitted.technique == "checkpoint by block"
 
 
+def test_the_most_seconds_of_a_prediction(tmp_path):
+    for make in (fit, lightning_fit):
+        with pytest.raises(ValueError, match="Fit: timeout must be positive, got 0"):
+            make(timeout=0)
+    with pytest.raises(RuntimeError, match=r"took longer than 0\.001 s"):
+        Run(tmp_path, fit(timeout=0.001)).train()
+    with pytest.raises(RuntimeError, match=r"took longer than 0\.001 s"):
+        lightning(lightning_fit(timeout=0.001))
+
+
 class Net:
     """Makes a LightningModule whose training_step() calls parts of it."""
 

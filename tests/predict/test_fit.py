@@ -395,6 +395,31 @@ def test_what_lies_elsewhere_before_nothing_fits(in_backward, mib, moved, tmp_pa
     assert train(model, optimizer, 1) == pytest.approx(train(*plain, 1), rel=1e-5)
 
 
+@pytest.mark.usefixtures("few_techniques")
+@pytest.mark.once
+def test_a_technique_whose_prediction_failed_is_told(monkeypatch):
+    """Not one that does not apply, as a checkpoint of a model that has no blocks."""
+    applied = techniques.Techniques.applied
+
+    def dies(self, build, *more):
+        made = applied(self, build, *more)
+        return (lambda: os._exit(5)) if self.name == "optimizer in backward" else made
+
+    model, optimizer, x, _ = wide()
+    built = ms.memory.predict(model, optimizer, x, loss=square).peak
+    options = {"loss": square, "budget": built - 2 * model[0].weight.nbytes, "verbose": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ms.fit(model, optimizer, x, **options).undo()
+    monkeypatch.setattr(techniques.Techniques, "applied", dies)
+    with pytest.warns(UserWarning, match="fit: ") as told:
+        fitted = ms.fit(model, optimizer, x, **options)
+    (text,) = [str(one.message) for one in told]
+    left_out = f"fit: optimizer in backward, which costs less than {fitted.technique}, was left out"
+    assert left_out in text and "exit status 5" in text
+    assert fitted.technique not in ("as built", "optimizer in backward")
+
+
 @pytest.mark.once
 def test_a_loop_that_clips_has_its_gradients_elsewhere(tmp_path):
     plain, _, _, expected = wide()
