@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from ..store.mapped import is_mapped, pretend
 
 _COUNTS = (torch.bool, torch.int32, torch.int64)
 _MOST_KNOWN = 1 << 24  # elements of a tensor of counts, whose values stay known
+_MOST_COPIED = _MOST_KNOWN * torch.int64.itemsize  # bytes of memory that others have, too
 _DEFAULT_DISPATCH: Any = torch._C._disabled_torch_dispatch_impl
 
 
@@ -45,10 +48,11 @@ def swap_all(
                 known.add(id(gradient))
                 found.append(gradient)
     storages = {} if storages is None else storages
+    constants = _Constants()
     swapped = []
     for tensor in found:
         kind, made = kinds[type(tensor)], _fake_of(tensor, mode, storages)
-        if kind is not None and made is not None and _swap(tensor, made, kind, mode):
+        if kind is not None and made is not None and _swap(tensor, made, kind, mode, constants):
             swapped.append(tensor)
     for tensor, gradient in gradients:
         if isinstance(tensor, FakeTensor) and isinstance(gradient, FakeTensor):
@@ -114,7 +118,53 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _swap(tensor: Tensor, fake: FakeTensor, kind: type[FakeTensor], mode: FakeTensorMode) -> bool:
+class _Constants:
+    """Of tensors whose values stay known: tensors that have them, which operators may change.
+
+    They are the real ones. Where other processes have the same memory, as that of a batch which a
+    worker of a DataLoader has made, they are copies, which share memory as the real ones do.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, torch.UntypedStorage] = {}  # by the addresses of the real ones
+
+    @cached_property
+    def _shared(self) -> list[tuple[int, int]]:
+        return _shared_memory()
+
+    def of(self, real: Tensor) -> Tensor:
+        storage = real.untyped_storage()
+        address = storage.data_ptr()
+        if not any(begin <= address < end for begin, end in self._shared):
+            return real
+        if storage.nbytes() > _MOST_COPIED:  # of which this is a part
+            return real.clone()
+        if storage._cdata not in self._copies:
+            self._copies[storage._cdata] = storage.clone()
+        made = torch.empty(0, dtype=real.dtype)
+        geometry = real.storage_offset(), real.shape, real.stride()
+        return made.set_(self._copies[storage._cdata], *geometry)
+
+
+def _shared_memory() -> list[tuple[int, int]]:
+    """Returns where this process has memory in which it changes what others have."""
+    found = []
+    with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            where, mode, *_ = line.split(maxsplit=2)
+            if mode[1] == "w" and mode[3] == "s":
+                begin, _, end = where.partition("-")
+                found.append((int(begin, 16), int(end, 16)))
+    return found
+
+
+def _swap(
+    tensor: Tensor,
+    fake: FakeTensor,
+    kind: type[FakeTensor],
+    mode: FakeTensorMode,
+    constants: _Constants,
+) -> bool:
     """Gives a tensor the fake's implementation and class; returns False where it cannot have it."""
     is_parameter, is_known = isinstance(tensor, nn.Parameter), _keeps_values(tensor)
     lies_elsewhere = is_mapped(tensor)
@@ -140,7 +190,7 @@ def _swap(tensor: Tensor, fake: FakeTensor, kind: type[FakeTensor], mode: FakeTe
     if after is not None:
         tensor._post_accumulate_grad_hooks = _of_users(after)
     if is_known:
-        tensor.constant = real  # type: ignore[attr-defined]
+        tensor.constant = constants.of(real)  # type: ignore[attr-defined]
         converter: Any = mode.fake_tensor_converter
         converter.add_constant_storage_mapping(tensor)
     return True

@@ -2,7 +2,9 @@
 
 import functools
 import gc
+import mmap
 
+import numpy as np
 import pytest
 import torch
 from helpers import on_fakes
@@ -122,6 +124,39 @@ def test_values_that_stay():
 
     assert on_fakes(inside) == ([4, 2, 3], 1, 1)  # what is not known is taken to be 1
     assert lengths.tolist() == [3, 1, 2] and not mask.any()
+
+
+def test_shared_memory_stays_as_it_is(tmp_path):
+    """As that of batches which a DataLoader's workers have made, and of arrays on files."""
+    shared = torch.arange(8).share_memory_()
+    file = np.memmap(tmp_path / "file", dtype=np.int64, mode="w+", shape=8)
+    on_file, anonymous = (
+        torch.from_numpy(file),
+        torch.frombuffer(mmap.mmap(-1, 64), dtype=torch.int64),
+    )
+    tensors = [shared, on_file, anonymous]
+    views = [tensor[2:6:2] for tensor in tensors]
+    own = torch.arange(8)
+
+    def inside():
+        for tensor in (*tensors, own):
+            tensor.add_(1)
+        for view in views:
+            view.mul_(10)
+        return [tensor.tolist() for tensor in (*tensors, own)], [view.tolist() for view in views]
+
+    # A part of memory that is too large to be copied as a whole.
+    large = torch.from_numpy(np.memmap(tmp_path / "large", np.int64, "w+", shape=(1 << 24) + 1))
+    part = large[:4]
+    before = [tensor.tolist() for tensor in tensors]
+    assert on_fakes(lambda: part.add_(1).tolist()) == [1] * 4 and part.tolist() == [0] * 4
+    first, rest = [1, 2, 30, 4, 50, 6, 7, 8], [1, 1, 10, 1, 10, 1, 1, 1]
+    assert on_fakes(inside) == (
+        [first, rest, rest, list(range(1, 9))],
+        [[30, 50], [10, 10], [10, 10]],
+    )
+    assert [tensor.tolist() for tensor in tensors] == before
+    assert own.tolist() == list(range(8))
 
 
 class Coded(torch.Tensor):
