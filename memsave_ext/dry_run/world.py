@@ -18,6 +18,7 @@ from ..fakes import patches
 from ..fakes.cuda import as_on_cuda
 from ..fakes.mode import FAKES_ERRORS, fakes, new_mode
 from ..fakes.storages import Storages
+from ..shared.device_memory import card_of_child
 from ..shared.tensors import plain_tensors
 from . import child
 from .tensors import swap_all
@@ -51,7 +52,7 @@ def on_fakes(
     patches.patch([patches.of_parameters(adopt)])
     with ExitStack() as stack:
         if device.type == "cuda":
-            patches.patch(patches.on_cuda())
+            patches.patch(patches.on_cuda(card_of_child()))
             stack.enter_context(as_on_cuda())
         stack.enter_context(fakes(mode))
         stack.enter_context(storages)

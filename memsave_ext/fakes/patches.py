@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -106,8 +107,14 @@ def of_parameters(adopt: Callable[[Tensor], None]) -> Patch:
     return Patch(nn.Parameter, "__new__", make)
 
 
-def on_cuda() -> list[Patch]:
-    """Those of a step that is predicted for CUDA, besides: no card need be there."""
+def on_cuda(card: Any = None) -> list[Patch]:
+    """Those of a step that is predicted for CUDA, besides: no card need be there.
+
+    Args:
+        card: what one has said of itself, with ``properties`` and ``memory``; None for an A100.
+    """
+    properties, memory = (_A100, (_A100.total_memory,) * 2) if card is None else card
+    capability = properties.major, properties.minor
     kind: Any = autocast_mode.autocast
     optimizers = [one for name, one in sys.modules.items() if name.startswith("torch.optim.")]
     return [
@@ -120,6 +127,22 @@ def on_cuda() -> list[Patch]:
         Patch(torch.cuda, "default_stream", _value(_Stream)),
         Patch(torch.cuda, "stream", _value(lambda stream=None: nullcontext())),
         Patch(Tensor, "record_stream", _value(_nothing)),
+        # What a step may ask of a card.
+        Patch(torch.cuda, "get_device_properties", _value(lambda *_, **__: properties)),
+        Patch(torch.cuda, "get_device_name", _value(lambda *_, **__: properties.name)),
+        Patch(torch.cuda, "get_device_capability", _value(lambda *_, **__: capability)),
+        Patch(
+            torch.cuda,
+            "is_bf16_supported",
+            _value(lambda including_emulation=True: including_emulation or capability >= (8, 0)),
+        ),
+        Patch(torch.cuda, "mem_get_info", _value(lambda *_, **__: memory)),
+        Patch(torch.cuda, "reset_peak_memory_stats", _value(_nothing)),
+        Patch(torch.cuda, "empty_cache", _value(_nothing)),
+        Patch(torch.cuda, "get_rng_state", _value(_random_state)),
+        Patch(torch.cuda, "set_rng_state", _value(_nothing)),
+        # It copies into memory of the host, of which nothing counts here.
+        Patch(Tensor, "pin_memory", _value(lambda self, *_, **__: self)),
         # A card computes these by other kernels. torch's functions call each other by these names.
         *(Patch(functional, before.__name__, _value(fused)) for before, fused in FUSED.items()),
         # By these torch's optimizers decide how they step; their modules import them by name.
@@ -294,6 +317,20 @@ def _autocast_left(before: Any) -> Any:
         return result
 
     return left
+
+
+_A100 = SimpleNamespace(
+    name="NVIDIA A100-SXM4-80GB", major=8, minor=0, total_memory=85_094_825_984,
+    multi_processor_count=108, warp_size=32, max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024, regs_per_multiprocessor=1 << 16, L2_cache_size=40 << 20,
+    shared_memory_per_block=48 << 10, shared_memory_per_block_optin=163 << 10,
+    shared_memory_per_multiprocessor=164 << 10, is_integrated=0, is_multi_gpu_board=0,
+)  # fmt: skip
+
+
+def _random_state(*_: Any, **__: Any) -> Tensor:
+    """A seed and an offset."""
+    return torch.zeros(16, dtype=torch.uint8)
 
 
 _TORCHS = torch.cuda.Stream, torch.cuda.Event

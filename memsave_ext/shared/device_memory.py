@@ -57,13 +57,29 @@ def check_counts(who: str, device: torch.device) -> None:
         )
 
 
+class Card(NamedTuple):
+    """What a CUDA device says of itself."""
+
+    properties: Any  # as torch.cuda.get_device_properties() returns them
+    memory: tuple[int, int]  # bytes, as torch.cuda.mem_get_info() returns them
+
+
 _asked: DeviceMemory | None = None
+_card: Card | None = None
 
 
 def ask_for_child() -> None:
     """Asks the present CUDA device, where one is in use: a child process cannot."""
-    global _asked
-    _asked = device_memory(torch.device("cuda")) if torch.cuda.is_initialized() else None
+    global _asked, _card
+    _asked = _card = None
+    if torch.cuda.is_initialized():
+        _asked = device_memory(torch.device("cuda"))
+        _card = Card(torch.cuda.get_device_properties(), torch.cuda.mem_get_info())
+
+
+def card_of_child() -> Card | None:
+    """In a child: returns what was asked; None where no CUDA device was in use."""
+    return _card
 
 
 def _of_cuda(device: torch.device) -> DeviceMemory:

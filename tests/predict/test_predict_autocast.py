@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from sampling import share
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext.predict import predict
+from memsave_ext.shared import device_memory
 
 
 class Net(nn.Module):
@@ -192,6 +195,40 @@ def test_what_a_step_calls_of_a_card():
     assert ms.memory.predict(build, device="cuda").at_peak["gradients"] == 64 * 64 * 4 + 512
     assert seen.values() == [(True, True, True)] * 2
     assert all(getattr(torch.cuda, name) is value for name, value in before.items())
+
+
+def test_what_a_step_asks_of_a_card(monkeypatch):
+    """That of this process answers, where one is in use, else an A100."""
+    seen = Shared()
+
+    def build():
+        model = nn.Linear(64, 64).to("cuda")
+        x = torch.randn(8, 64).pin_memory().to("cuda", non_blocking=True)
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.empty_cache()
+
+        def step():
+            state = torch.cuda.get_rng_state()
+            model(x).sum().backward()
+            torch.cuda.set_rng_state(state)
+            model.zero_grad()
+
+        properties = torch.cuda.get_device_properties(0)
+        seen.append((properties.major, properties.total_memory, torch.cuda.mem_get_info()))
+        seen.append((torch.cuda.get_device_capability("cuda"), torch.cuda.get_device_name()))
+        seen.append(torch.cuda.is_bf16_supported(including_emulation=False))
+        return model, None, step
+
+    size = 85_094_825_984
+    expected = ms.memory.predict(build, device="cuda").at_peak
+    a100 = [(8, size, (size, size)), ((8, 0), "NVIDIA A100-SXM4-80GB"), True]
+    assert seen.values() == a100 and expected["parameters"] == 64 * 64 * 4 + 512
+    seen.clear()
+    properties = SimpleNamespace(name="a card", major=7, minor=5, total_memory=1000)
+    monkeypatch.setattr(device_memory, "_card", device_memory.Card(properties, (600, 1000)))
+    monkeypatch.setattr(predict, "ask_for_child", lambda: None)
+    assert ms.memory.predict(build, device="cuda").at_peak == expected
+    assert seen.values() == [(7, 1000, (600, 1000)), ((7, 5), "a card"), False]
 
 
 NORMS = {
