@@ -191,12 +191,19 @@ class Child(Generic[Result]):
             # Twice in a row: a thread that has just been woken waits for nothing that is named.
             is_still = now - moved > _STILL and _waits_for_locks(self._pid)
             if is_still and was_still:
-                raise _StillError("the child process that ran it on fake tensors made no progress")
+                raise _StillError(
+                    "the child process that ran it on fake tensors made no progress: it waits for "
+                    "another thread, and has none of its parent's; leave out what waits by "
+                    "`if not memsave_ext.is_dry_run():`"
+                )
             was_still = is_still
             # What there is to read may have waited for this process, which was not reading yet, and
             # the rest of a message has nothing left to compute.
             if not received and now - (begun if ready else self._begun) > allowed:
-                raise ChildError(f"running it on fake tensors took longer than {allowed:.3g} s")
+                raise LateError(
+                    f"running it on fake tensors took longer than {allowed:.3g} s; leave out what "
+                    "takes long beside computing by `if not memsave_ext.is_dry_run():`"
+                )
 
     def _unpacked(self, kind: str, value: Any) -> Result:
         if kind == "result":
@@ -220,6 +227,10 @@ class Child(Generic[Result]):
         code = os.waitstatus_to_exitcode(status)
         how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
         return f"the child process that ran it on fake tensors has ended with {how}"
+
+
+class LateError(ChildError):
+    """A child takes too long."""
 
 
 class _StillError(ChildError):

@@ -103,7 +103,8 @@ def fakes(mode: FakeTensorMode) -> Iterator[None]:
 
 _ON_FAKES = (
     "predict: this was raised on fake tensors. If the step runs by itself, a fake kernel of torch "
-    "differs from the real one: leave the operator out of what is predicted"
+    "differs from the real one: leave the operator out of what is predicted by "
+    "`if not memsave_ext.is_dry_run():`"
 )
 
 
@@ -118,19 +119,21 @@ def _class_in(error: Exception) -> str | None:
     return None
 
 
+_LEAVE_OUT = "Leave it out of what is predicted by `if not memsave_ext.is_dry_run():`"
+
+
 def _sentence(error: Exception) -> str | None:
     """Returns what happened and what to do, None where the error is the step's own."""
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         return (
             f"the result of {error.func} depends on the values of tensors, which are not "
-            "known before the step. Leave it out of what is predicted, or put a tensor of the size "
-            "that is expected in its place"
+            f"known before the step. {_LEAVE_OUT}, or put a tensor of the size that is expected in "
+            "its place there"
         )
     if isinstance(error, UnsupportedOperatorException):
         return (
             f"{error.func} has no fake kernel, so that the size of its result is not "
-            "known. Register one with torch.library.register_fake, or leave it out of what is "
-            "predicted"
+            f"known. Register one with torch.library.register_fake. Or: {_LEAVE_OUT}"
         )
     if isinstance(error, UnsupportedFakeTensorException):
         return (
@@ -146,11 +149,11 @@ def _sentence(error: Exception) -> str | None:
     if "its data is not allocated" in text:
         return (
             "an operator reads the values of tensors, which are not known before the step, such as "
-            "sizes that a tensor holds. Leave it out of what is predicted"
+            f"sizes that a tensor holds. {_LEAVE_OUT}"
         )
     if "not supported for tensor subclasses" in text:
         return (
             f"{text.partition(' ')[0]} reads the values of tensors, which are not "
-            "known before the step. Leave it out of what is predicted"
+            f"known before the step. {_LEAVE_OUT}"
         )
     return None

@@ -441,7 +441,7 @@ def _reason(error: Exception) -> str:
     text = str(error).partition("\n")[0]
     if not isinstance(error, (ValueError, RuntimeError)):
         text = f"the step raises {type(error).__name__}: {text}".rstrip(": ")
-    return textwrap.shorten(text, 240, placeholder=" ...")
+    return textwrap.shorten(text, 480, placeholder=" ...")
 
 
 def _largest(

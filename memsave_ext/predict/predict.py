@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..dry_run.child import Child, ChildError, all_modules, allow, note
+from ..dry_run.child import Child, ChildError, LateError, all_modules, allow, note
 from ..dry_run.world import follow_libraries, on_fakes
 from ..fakes.repeats import Learned, learn
 from ..memory.hooks import Names
@@ -278,7 +278,8 @@ def result_of(child: Child[Told]) -> Told:
 
 
 def _not_predicted(error: ChildError) -> RuntimeError:
-    return RuntimeError(f"predict: the step cannot be predicted: {error}")
+    more = ", or allow more seconds by timeout=" if isinstance(error, LateError) else ""
+    return RuntimeError(f"predict: the step cannot be predicted: {error}{more}")
 
 
 def _told(

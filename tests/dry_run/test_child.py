@@ -144,7 +144,9 @@ def test_one_that_stands_still_is_made_once_more():
     assert in_child(wait, 60) == "done"
     assert len(begun.values()) == 2
     begun.clear()
-    with pytest.raises(ChildError, match="made no progress"):
+    with pytest.raises(
+        ChildError, match=r"made no progress: it waits for another thread.*`if not .*"
+    ):
         in_child(lambda: (begun.append(1), lock.acquire()), 60)
     assert len(begun.values()) == 2
 
@@ -186,7 +188,9 @@ def test_one_that_takes_too_long():
             pass
 
     begin = time.monotonic()
-    with pytest.raises(ChildError, match=r"longer than 0\.5 s"):
+    with pytest.raises(
+        ChildError, match=r"longer than 0\.5 s; .*`if not memsave_ext.is_dry_run\(\):`"
+    ):
         in_child(loop, 0.5)
     assert time.monotonic() - begin < 5
 
