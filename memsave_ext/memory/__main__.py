@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ Written to DIR: report.txt, timeline.json and, where matplotlib is installed, ti
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line and returns its exit status.
 
-    What the user's code raises is passed on.
+    What the user's code raises is passed on; with ``fits``, whose status 1 says that nothing fits,
+    it is printed, and the status is 2.
 
     Args:
         arguments: the command line; None for that of the process.
@@ -54,6 +56,11 @@ def main(arguments: list[str] | None = None) -> int:
         _profile(options)
     except UsageError as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    except Exception:
+        if not asks_fits:
+            raise
+        traceback.print_exc()
         return 2
     return 0
 
