@@ -307,8 +307,12 @@ class _Predictions:
                 self._waiting.remove(techniques)
             self._running[techniques] = self._start(techniques, self._batch)
         while self._waiting and len(self._running) < self._at_once:
-            following = self._waiting.pop(0)
-            self._running[following] = self._start(following, self._batch)
+            try:
+                self._running[self._waiting[0]] = self._start(self._waiting[0], self._batch)
+            except RuntimeError:  # no more processes can be made now: it is not this one's error
+                self._most_at_once = max(len(self._running), 1)
+                break
+            del self._waiting[0]
         self._at_once = self._most_at_once
         known = self.others
         step = self._result(self._running.pop(techniques))
@@ -385,6 +389,8 @@ class _Predictions:
 def _free_cores() -> int:
     """Returns how many predictions may run at once, at least one: as many as this process has cores
     on which nothing else runs, and no more than its container's limit of time lets run."""
+    if not hasattr(os, "sched_getaffinity"):  # not Linux, where the first prediction says so
+        return 1
     free = len(os.sched_getaffinity(0)) - round(os.getloadavg()[0])
     with suppress(OSError, ValueError):  # no such group, or no limit: "max"
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
