@@ -20,6 +20,7 @@ import stat
 import struct
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -40,7 +41,8 @@ from ..shared.warn import warn
 
 Result = TypeVar("Result")
 
-_STILL = 1.0  # seconds without processor time after which a child is taken to be stuck
+_TOOLS = 6  # the most that sys.monitoring takes
+_STUCK = 5.0  # seconds after which one is stuck whose threads wait for locks: waits may have an end
 _LOOK = 0.1  # seconds between two looks at it
 _HEADER = struct.Struct("q")  # bytes of a message
 _NO_FILES = (
@@ -55,6 +57,8 @@ _CHANGES_OF_FILES = {
     "os.remove": (0, 1, True), "os.rmdir": (0, 1, True), "os.rename": (0, 2, True),
     "os.truncate": (0, None, True),
 }  # fmt: skip
+# Else a child of another thread would have this end of a pipe, too, which then never ends.
+_one_fork = threading.Lock()
 _pipe = -1  # in a child: where its messages go
 tensors: list[Tensor] = []  # in a child: all of the process
 _modules: list[nn.Module] = []  # likewise
@@ -138,25 +142,26 @@ class Child(Generic[Result]):
         _import()
         state, threads = random.getstate(), torch.get_num_threads()
         cards = torch.cuda.device_count() if torch.cuda.is_initialized() else None
-        read, write = os.pipe()
-        try:
-            pid = _fork()
-        except OSError as error:
-            os.close(read)
-            os.close(write)
-            raise ChildError(f"no child process can be made: {error.strerror}") from error
-        if pid == 0:
+        with _one_fork:
+            read, write = os.pipe()
             try:
-                sys.settrace(None)  # a debugger's or a profiler's
-                sys.setprofile(None)
-                _pipe = write
-                _find()
+                pid = _fork()
+            except OSError as error:
                 os.close(read)
-                _prepare(state, threads, cards)
-                _run(self._function)
-            finally:
-                os._exit(0)
-        os.close(write)
+                os.close(write)
+                raise ChildError(f"no child process can be made: {error.strerror}") from error
+            if pid == 0:
+                try:
+                    _stop_following()
+                    _one_fork.release()
+                    _pipe = write
+                    _find()
+                    os.close(read)
+                    _prepare(state, threads, cards)
+                    _run(self._function)
+                finally:
+                    os._exit(0)
+            os.close(write)
         self._pid, self._read = pid, read
         self._begun = time.monotonic()
 
@@ -189,7 +194,7 @@ class Child(Generic[Result]):
             if (seconds := _seconds_of(self._pid)) != busy:
                 moved, busy = now, seconds
             # Twice in a row: a thread that has just been woken waits for nothing that is named.
-            is_still = now - moved > _STILL and _waits_for_locks(self._pid)
+            is_still = now - moved > _STUCK and _waits_for_locks(self._pid)
             if is_still and was_still:
                 raise _StillError(
                     "the child process that ran it on fake tensors made no progress: it waits for "
@@ -340,6 +345,21 @@ def _fork() -> int:
     return pid
 
 
+def _stop_following() -> None:
+    """In a child: ends what debuggers, profilers and measures of coverage hear."""
+    sys.settrace(None)
+    sys.setprofile(None)
+    monitoring: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    if monitoring is None:
+        return
+    events = [event for event in vars(monitoring.events).values() if isinstance(event, int)]
+    for tool in range(_TOOLS):
+        if monitoring.get_tool(tool) is not None:
+            monitoring.set_events(tool, 0)
+            for event in filter(None, events):  # which single functions may have, too
+                monitoring.register_callback(tool, event, None)
+
+
 class _Engine:
     """In a child: in place of torch's engine for Python."""
 
@@ -453,16 +473,16 @@ def _taken(received: bytearray) -> bytes | None:
 
 
 def _waits_for_locks(pid: int) -> bool:
-    """Whether all threads of a process wait for locks of threads, as far as the system says it:
-    what else they wait for, such as a server, a time or another process, may come."""
+    """Whether all threads of a process wait for locks of threads: what else they wait for, such as
+    a server, a time or another process, may come. False where the system does not say it."""
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/wchan", encoding="ascii") as file:
                 where = file.read()
-            if where not in ("", "0") and not where.startswith("futex"):
+            if not where.startswith("futex"):
                 return False
     except OSError:
-        pass
+        return False
     return True
 
 

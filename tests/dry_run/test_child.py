@@ -1,6 +1,7 @@
 """Functions in a child process: what comes back, how it ends, and that nothing else is left."""
 
 import contextlib
+import fcntl
 import gc
 import io
 import multiprocessing
@@ -18,6 +19,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,12 +155,22 @@ def test_one_that_stands_still_is_made_once_more():
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    "wait", [lambda: time.sleep(1.6), lambda: subprocess.run(["sleep", "1.6"], check=True)]
+    "wait",
+    [
+        lambda: time.sleep(1.6),
+        lambda: subprocess.run(["sleep", "1.6"], check=True),
+        lambda: threading.Event().wait(1.6) or True,
+    ],
 )
 def test_one_that_waits_for_what_comes(wait):
     begun = Shared()
     assert in_child(lambda: (begun.append(1), wait()) and 7, 60) == 7
     assert len(begun.values()) == 1
+
+
+def test_what_the_system_does_not_say_is_no_wait_for_locks():
+    assert not child._waits_for_locks(1 << 30)  # there is no such process
+    assert not child._waits_for_locks(os.getpid())  # it runs
 
 
 @pytest.mark.once
@@ -382,6 +394,77 @@ def test_several_at_a_time():
     children = [Child(lambda i=i: ("x" * (1 << 20), i), 10) for i in range(4)]
     assert [c.result()[1] for c in reversed(children)] == [3, 2, 1, 0]
     Child(lambda: time.sleep(60), 60).stop()
+
+
+@pytest.mark.once
+def test_children_of_two_threads_do_not_have_each_others_pipes(monkeypatch):
+    def ends_to_write():
+        flags = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("pipe:"):
+                    flags.append(fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE)
+        return flags.count(os.O_WRONLY)
+
+    alone, fork, begins = in_child(ends_to_write, 10), child._fork, threading.Event()
+
+    def slow():
+        if threading.current_thread() is not threading.main_thread():
+            begins.set()
+            time.sleep(0.5)
+        return fork()
+
+    monkeypatch.setattr(child, "_fork", slow)
+    thread = threading.Thread(target=in_child, args=(int, 10))
+    thread.start()
+    assert begins.wait(10) and in_child(ends_to_write, 10) == alone
+    thread.join()
+
+
+class Monitoring:
+    """As sys.monitoring, of which a debugger has the tool 0 and a profiler the tool 2."""
+
+    events = SimpleNamespace(NO_EVENTS=0, PY_START=1, LINE=32)
+
+    def __init__(self):
+        self.heard = {(tool, event): print for tool in (0, 2) for event in (1, 32)}
+        self.set = {0: 33, 2: 1}
+
+    def get_tool(self, tool):
+        return "a name" if tool in self.set else None
+
+    def set_events(self, tool, events):
+        assert tool in self.set
+        self.set[tool] = events
+
+    def register_callback(self, tool, event, function):
+        self.heard[tool, event] = function
+
+
+def test_debuggers_hear_nothing_of_a_child(monkeypatch):
+    monitoring = Monitoring()
+    monkeypatch.setattr(sys, "monitoring", monitoring, raising=False)
+    heard, events = in_child(lambda: ([*monitoring.heard.values()], monitoring.set), 10)
+    assert heard == [None] * 4 and events == {0: 0, 2: 0}
+    assert monitoring.set == {0: 33, 2: 1} and print in monitoring.heard.values()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring is of Python 3.12")
+def test_lines_of_a_child_are_not_monitored():
+    monitoring, heard = sys.monitoring, Shared()
+    monitoring.use_tool_id(3, "a test")
+
+    def called():
+        return 7
+
+    try:
+        monitoring.register_callback(3, monitoring.events.PY_START, lambda *_: heard.append(1))
+        monitoring.set_local_events(3, called.__code__, monitoring.events.PY_START)
+        assert called() == 7 and len(heard.values()) == 1
+        assert in_child(called, 10) == 7 and len(heard.values()) == 1
+    finally:
+        monitoring.set_local_events(3, called.__code__, 0)
+        monitoring.free_tool_id(3)
 
 
 @pytest.mark.once
