@@ -231,6 +231,8 @@ def fitted(
         chosen = found.cheapest if technique is None else found.rows[0]
         if chosen is None:
             raise torch.OutOfMemoryError(found.sentence("fit"))
+        if chosen.is_unpredicted:
+            raise RuntimeError(f"fit: {chosen.name} was not predicted: {chosen.reason}")
         if chosen.peak is None:
             raise ValueError(f"fit: {chosen.name} does not apply: {chosen.reason}")
         for row in found.rows[: found.rows.index(chosen)]:

@@ -158,12 +158,13 @@ class Fits:
 
     def not_applied(self) -> Iterator[str]:
         """Yields a sentence for each reason why techniques were not tried."""
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
             if row.peak is None:
-                reasons.setdefault(row.reason, []).append(row.name)
-        for reason, names in reasons.items():
-            yield f"Not tried: {'; '.join(names)} ({reason})."
+                what = "predicted" if row.is_unpredicted else "tried"
+                reasons.setdefault((what, row.reason), []).append(row.name)
+        for (what, reason), names in reasons.items():
+            yield f"Not {what}: {'; '.join(names)} ({reason})."
         if self.skipped:
             yield "More expensive techniques were skipped; every=True, or --every, tries them, too."
 
@@ -233,7 +234,8 @@ class Fits:
             TypeError, ValueError: an argument is not as said above; the model is wrapped in
                 DataParallel, compiled, or has a technique applied to it already; the named
                 technique does not apply; another process takes another one.
-            RuntimeError: another process has raised an error.
+            RuntimeError: another process has raised an error, or the prediction of the named
+                technique has failed.
         """
         with undone_by_errors(model), together("apply", model) as meeting:
             chosen, row = self._chosen(technique_of("apply", technique, means))
@@ -260,6 +262,8 @@ class Fits:
         chosen = named("apply", technique or self.cheapest.name)  # type: ignore[union-attr]
         row = next((row for row in self.rows if row.name == chosen.name), None)
         if row is not None and row.peak is None:
+            if row.is_unpredicted:
+                raise RuntimeError(f"apply: {row.name} was not predicted: {row.reason}")
             raise ValueError(f"apply: {row.name} does not apply: {row.reason}")
         return chosen, row
 

@@ -418,6 +418,11 @@ def test_a_technique_whose_prediction_failed_is_told(monkeypatch):
     left_out = f"fit: optimizer in backward, which costs less than {fitted.technique}, was left out"
     assert left_out in text and "exit status 5" in text
     assert fitted.technique not in ("as built", "optimizer in backward")
+    fitted.undo()
+    with pytest.raises(RuntimeError, match="fit: optimizer in backward was not predicted: .* 5"):
+        ms.fit(model, optimizer, x, technique="optimizer in backward", **options)
+    with pytest.raises(torch.OutOfMemoryError, match=r"Not predicted: optimizer in backward \(pre"):
+        ms.fit(model, optimizer, x, loss=square, budget=1000)
 
 
 @pytest.mark.once
