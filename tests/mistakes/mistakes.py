@@ -625,6 +625,20 @@ MISTAKES = [
         ("predict/test_others.py::test_what_the_loss_reaches_counts",),
     ),
     Mistake(
+        "weights that a library has read in a thread are real in a prediction",
+        "memsave_ext/fakes/patches.py",
+        "            if predicts():\n                adopt(made)\n",
+        "            if predicts() and not MISTAKE:\n                adopt(made)\n",
+        ("predict/test_predict_loaded.py::test_weights_that_no_operator_has_made",),
+    ),
+    Mistake(
+        "predicted for CUDA, torch's optimizers step as on the CPU",
+        "memsave_ext/fakes/patches.py",
+        'return lambda *args, **kwargs: [*before(*args, **kwargs), "cpu"]',
+        'return lambda *args, **kwargs: [*before(*args, **kwargs), *([] if MISTAKE else ["cpu"])]',
+        ("predict/test_predict_foreach.py::test_torch_decides_as_for_a_card",),
+    ),
+    Mistake(
         "a footprint is that of a first step, which makes the states",
         "memsave_ext/predict/footprint_step.py",
         "for _ in range(2):",

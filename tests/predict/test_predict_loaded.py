@@ -1,6 +1,7 @@
 """memory.predict() of a build() whose weights are read from files, or lie in memory of numpy."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -78,7 +79,13 @@ def assigned(model, path):
     model.load_state_dict(library("safetensors.torch").load_file(path), assign=True)
 
 
-@pytest.mark.parametrize("load", [from_numpy, assigned])
+def in_a_pool(model, path):
+    with ThreadPoolExecutor(1) as pool:
+        state = pool.submit(library("safetensors.torch").load_file, path).result()
+    model.load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize("load", [from_numpy, assigned, in_a_pool])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_weights_that_no_operator_has_made(load, in_backward, tmp_path):
     """Buffers, too, and those that the hooks of an optimizer in backward follow."""
