@@ -20,6 +20,7 @@ from ..shared.dtensor import (
     local_tensor,
     put_local,
 )
+from ..shared.tensors import is_shared
 from ..store.folder import absolute_folder
 from ..store.kept import SMALLEST, FileKeeper, HostKeeper, Keeper
 from .gradient import GradientElsewhere, Values, is_dense
@@ -93,6 +94,10 @@ class Gradients:
         grad = grad.resolve_conj().resolve_neg()
         if grad.nbytes < SMALLEST or grad.requires_grad or not is_dense(grad):
             return grad  # of create_graph=True it has a graph
+        if self._keeper.copies_later and is_shared(grad):
+            # Backward goes on with that memory, and may write to it: of a view, as in
+            # `h + param.view(...)`.
+            grad = grad.clone()
         return Values(self._keeper, grad, self._norms).wrapper()
 
 

@@ -40,6 +40,8 @@ class Keeper:
         devices: types of those whose tensors it takes.
     """
 
+    copies_later = False  # whether keep() may return before the values have been read
+
     def __init__(self, name: str, *devices: str) -> None:
         self.name, self._devices = name, devices
 
@@ -116,6 +118,8 @@ class _InFile(Kept):
 
 class HostKeeper(Keeper):
     """Keeps values of tensors on CUDA devices in pinned memory of the host."""
+
+    copies_later = True
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "cuda")

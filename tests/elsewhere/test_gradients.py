@@ -689,6 +689,35 @@ def test_conjugates_that_are_views(tmp_path):
     assert torch.equal(*grads)
 
 
+class _Noting(kept.HostKeeper):
+    """As pinned memory takes gradients, but from the CPU; notes where they were."""
+
+    def __init__(self):
+        super().__init__("grads_on='cpu'")
+        self._devices, self.found = ("cpu",), []
+
+    def _room(self, values):
+        self.found.append(values.data_ptr())
+        return kept.Kept()
+
+
+def test_what_backward_goes_on_with_is_not_copied_later(monkeypatch):
+    """Backward may add to that memory in place before a stream has copied it."""
+    keeper, at_hooks, flowing = _Noting(), [], []
+    monkeypatch.setattr(gradients, "_keeper_of", lambda where: ("cpu", keeper))
+    torch.manual_seed(0)
+    pos, layer = nn.Parameter(torch.ones(128, 256)), nn.Linear(256, 256, bias=False)
+    for p in (pos, layer.weight):
+        p.register_post_accumulate_grad_hook(lambda p: at_hooks.append(p.grad.data_ptr()))
+    _optimizer = ms.SGD([pos, layer.weight], grads_on="cpu")
+    added = layer(torch.ones(1, 128, 256)) + pos.unsqueeze(0)
+    added.register_hook(lambda grad: flowing.append(grad))
+    added.square().sum().backward()
+    assert at_hooks[0] == flowing[0].data_ptr()  # of pos: torch has not copied it
+    assert keeper.found[0] != at_hooks[0]
+    assert keeper.found[1:] == at_hooks[1:]  # of the weight: nobody else has it
+
+
 def test_room_that_was_given_back_is_not_promised_twice(tmp_path):
     first, second = (nn.Parameter(torch.ones(256, 256)) for _ in range(2))
     optimizer = ms.AdamW([first], grads_on=tmp_path)
