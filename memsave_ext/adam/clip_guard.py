@@ -55,8 +55,9 @@ def _check(name: str, params: list[Tensor], limit: float) -> None:
                 "Switch this clipping off (transformers: max_grad_norm=0, Lightning: "
                 "gradient_clip_val=None), and let the optimizer clip: max_grad_norm= clips each "
                 "gradient. Or keep it: with grads_on= gradients lie elsewhere until step(). A "
-                "function that clips each gradient by itself can be called in a hook: "
-                "param.register_post_accumulate_grad_hook(clip)."
+                "function that clips each gradient by itself can be called in a hook, "
+                "param.register_post_accumulate_grad_hook(clip), which must assign param.grad and "
+                "not change it in place."
             )
 
 

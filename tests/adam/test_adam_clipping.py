@@ -1,6 +1,9 @@
 """Clipping each gradient, clipping them all, and the pass that computes their norm."""
 
 import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +38,40 @@ def test_max_grad_norm_clips_each(max_norm, in_backward):
     exact, _ = exact_run(params, options, lambda all: [clip_all(max_norm)([p]) for p in all])
     train(params, optimizer, 4)
     assert_close_to(params, exact)
+
+
+class AddsThroughAView(nn.Module):
+    """The gradient of ``pos`` has the memory of the one that flows on to ``first``."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.pos = nn.Parameter(100 * torch.randn(8, 6))
+
+    def forward(self, x):
+        return self.last(self.first(x) + self.pos.unsqueeze(0))
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["assigns", "clips a copy"])
+def test_the_pages_hooks_clip_nothing_else(number):
+    page = Path(__file__, "../../../docs/adam/clipping.md").resolve().read_text("utf-8")
+    section = page.split("in a hook\n", 1)[1]
+    loop, *others = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    code = loop if number == 0 else others[0] + loop[loop.index("opt =") :]
+    x = torch.full((1, 8, 6), 0.1)
+    net, reference = AddsThroughAView(), AddsThroughAView()
+    # Adam would hardly see by how much gradients are clipped.
+    in_place_of_adam = SimpleNamespace(AdamW=ms.SGD)
+    exec(code, {"torch": torch, "ms": in_place_of_adam, "model": net, "x": x})
+    optimizer = torch.optim.SGD(reference.parameters(), lr=1e-3)
+    reference(x).square().mean().backward()
+    grads = copies([p.grad for p in reference.parameters()])
+    nn.utils.clip_grad_value_(reference.parameters(), 0.1)
+    assert all((p.grad != g).any() for p, g in zip(reference.parameters(), grads, strict=True))
+    optimizer.step()
+    for p, q in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
 
 
 @nothing_in_backward
