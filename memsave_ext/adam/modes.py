@@ -31,7 +31,7 @@ from .blocks import (
 from .formats import StateFormat
 from .place import Place
 from .rules import MOMENTS, Rule, is_adam, rule_of
-from .states import needs_step
+from .states import needs_step, step_count
 
 DEFAULTS: dict[str, Any] = {
     "bf16": None, "state_dtype": None, "seed": 0, "max_grad_norm": None, "states_on": None
@@ -258,6 +258,7 @@ def check_loadable(loaded: dict[str, Any], own: list[dict[str, Any]]) -> None:
             _check_placement(loaded["state"].get(saved, {}), param)
             _check_scales(loaded["state"].get(saved, {}), param)
             _check_bitsandbytes(loaded["state"].get(saved, {}), param, ours)
+            _check_count(loaded["state"].get(saved, {}), saved, theirs, ours)
         states = formats.state_format(formats.state_option(ours))
         if states is not None and not states.amsgrad and theirs.get("amsgrad"):
             raise ValueError(
@@ -284,6 +285,28 @@ def _check_rule(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
             "state_dict is of another kind of optimizer: of the options betas, eps and dampening "
             f"its param groups have {of_theirs}, and those of this optimizer have {of_ours}"
         )
+
+
+def _check_count(state: Any, saved: Any, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raises ValueError where Adam could not know how many steps have made a saved state."""
+    if not isinstance(state, dict) or not is_adam(rule_of(ours)) or "step" in state:
+        return
+    has_moments = formats.first_of_state(state) is not None or _BITSANDBYTES in state
+    if has_moments and _count_of_group(theirs) is None:
+        raise ValueError(
+            f"state_dict has moments of Adam but no 'step' for parameter {saved!r}, and none in "
+            "its param group, where apex's FusedAdam has it. Put the number of steps that were "
+            "made into one of the two"
+        )
+
+
+def _count_of_group(group: dict[str, Any]) -> float | None:
+    """Returns the number of steps that a saved group has, as apex's FusedAdam saves it."""
+    count = group.get("step")
+    if isinstance(count, Tensor) and count.numel() == 1:
+        count = count.item()
+    is_number = isinstance(count, (int, float)) and not isinstance(count, bool)
+    return float(count) if is_number and count >= 0 else None
 
 
 def _check_placement(state: dict[str, Any], param: Any) -> None:
@@ -447,8 +470,9 @@ def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) 
         state["param_rest"] = state["param_rest"].to(low_part, copy=True)
     made = formats.made_state_format(param, group, takes_blocks(param))
     if "step" not in state and needs_step(param, group, made):
-        # torch's SGD does not count.
-        state["step"] = torch.ones((), dtype=torch.float32, device=param.device)
+        # torch's SGD does not count, and apex's Adam does so in the group.
+        count = _count_of_group(group) if is_adam(rule_of(group)) else None
+        state["step"] = step_count(1 if count is None else count, param, group)
     states = formats.state_format(formats.state_option(group))
     if states is None or states.dtype is None or first is None:
         return

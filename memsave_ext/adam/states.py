@@ -42,9 +42,7 @@ def _state_of_zeros(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor
     rule, row = rule_of(group), made_state_format(param, group, takes_blocks(param))
     state = {}
     if needs_step(param, group, row) or (rule is MOMENTUM and group["dampening"] != 0):
-        on_device = group.get("capturable") or group.get("fused") or not is_adam(rule)
-        device = param.device if on_device else "cpu"
-        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        state["step"] = step_count(0, param, group)
     if row.codes and rule.moments:
         state |= made(param, row, rule.moments)
     else:
@@ -53,6 +51,13 @@ def _state_of_zeros(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor
     if (low_part := param_format_of(param, group).low_part) is not None:
         state["param_rest"] = zeros_like(param, low_part)
     return state
+
+
+def step_count(count: float, param: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Returns a new count of steps, in the place where it belongs."""
+    on_device = group.get("capturable") or group.get("fused") or not is_adam(rule_of(group))
+    device = param.device if on_device else "cpu"
+    return torch.full((), count, dtype=torch.float32, device=device)
 
 
 def sizes_of_states(groups: Iterable[Mapping[str, Any]]) -> dict[Place, list[int]]:

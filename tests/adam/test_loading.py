@@ -438,3 +438,67 @@ def test_states_of_bitsandbytes(coded, options):
         ValueError, match="state_dict is of an optimizer of bitsandbytes, and its exp"
     ):
         optimizer.load_state_dict(saved)
+
+
+def saved_without_counts(kind, steps=3):
+    """Returns a network that was trained in float64, its optimizer, and what that one has saved."""
+    net = model().double()
+    optimizer = kind(net.parameters(), lr=0.01)
+    for number in range(steps):
+        optimizer.zero_grad()
+        loss_in_float64(net, number).backward()
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state.pop("step", None)
+    return net, optimizer, saved
+
+
+def loss_in_float64(net, number):
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(number))
+    return (net(x.double()) - 1).square().mean()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("count", [3, 3.0, torch.tensor([3], dtype=torch.int32)], ids=repr)
+def test_adam_with_the_count_of_a_group(count, in_backward):
+    """As apex's FusedAdam saves it."""
+    net, optimizer, saved = saved_without_counts(torch.optim.AdamW)
+    for group in saved["param_groups"]:
+        group["step"] = count
+    other = copy.deepcopy(net)
+    loaded = ms.AdamW(other.parameters(), lr=0.01, in_backward=in_backward)
+    loaded.load_state_dict(saved)
+    for number in (3, 4):
+        for one, by in ((net, optimizer), (other, loaded)):
+            by.zero_grad()
+            loss_in_float64(one, number).backward()
+            by.step()
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+        assert loaded.state[q]["step"] == 5
+
+
+@pytest.mark.parametrize("count", [None, True, "3", -1, torch.ones(2)], ids=repr)
+def test_adam_without_a_count_is_refused(count):
+    net, _, saved = saved_without_counts(torch.optim.Adam)
+    del saved["state"][0]  # has had no gradient
+    if count is not None:
+        saved["param_groups"][0]["step"] = count
+    loaded = ms.Adam(net.parameters(), lr=0.01)
+    before = copy.deepcopy(loaded.state_dict())
+    with pytest.raises(ValueError, match="moments of Adam but no 'step' for parameter 1, and none"):
+        loaded.load_state_dict(saved)
+    assert loaded.state_dict() == before
+
+
+def test_lion_and_sgd_need_no_count():
+    net, _, saved = saved_without_counts(
+        lambda p, lr: ms.SGD(p, lr=lr, momentum=0.9, dampening=0.5)
+    )
+    loaded = ms.SGD(net.parameters(), lr=0.01, momentum=0.9, dampening=0.5)
+    loaded.load_state_dict(saved)
+    random = ms.Lion(net.float().parameters(), lr=0.01, state_dtype=torch.bfloat16)
+    _, _, saved = saved_without_counts(lambda p, lr: ms.Lion(p, lr=lr))
+    random.load_state_dict(saved)
+    assert {float(state["step"]) for state in random.state.values()} == {1.0}
