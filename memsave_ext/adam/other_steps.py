@@ -21,7 +21,7 @@ def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling() or not is_any_pending() or is_own(optimizer):
         return
     found_inf = getattr(optimizer, "found_inf", None)  # set by a GradScaler
-    if found_inf is not None and found_inf.item():
+    if found_inf is not None and float(found_inf):
         return  # nothing was stepped
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for position, param in enumerate(params):

@@ -133,6 +133,26 @@ def test_a_step_that_a_scaler_skips(run):
     assert_equal(*[[grad] for grad in grads])
 
 
+@pytest.mark.parametrize("run", RUNS)
+def test_a_scaled_step_without_gradients(run):
+    """As of the generator, while the discriminator is trained. A scaler finds 0, and no tensor."""
+    grads = []
+    for around in (lambda function, x: function(x), run):
+        w, v, x = make()
+        generator = torch.optim.AdamW([w], lr=0.1, fused=True)
+        discriminator = torch.optim.AdamW([v], lr=0.1, fused=True)
+        scaler = torch.amp.GradScaler("cpu")
+        out = around(lambda x, w=w: (x * w.detach()).sin().exp(), x)
+        scaler.scale(torch.ones(()))
+        w.grad = None
+        scaler.step(generator)
+        scaler.step(discriminator)
+        scaler.update()
+        out.sum().backward()
+        grads.append(x.grad)
+    assert_equal(*[[grad] for grad in grads])
+
+
 def test_compiled_steps_have_no_more_graphs():
     graphs = []
     for hooks in ({}, optimizer_module._global_optimizer_post_hooks):
