@@ -51,6 +51,16 @@ def view(kind: type[Optimizer], attributes: dict[str, Any], groups: list[dict[st
     return made
 
 
+def part_of(group: dict[str, Any], params: list[Tensor]) -> dict[str, Any]:
+    """Returns a copy of the group with these of its parameters alone, and with their names."""
+    part = {**group, "params": params}
+    names = group.get("param_names")
+    if names is not None and len(names) == len(group["params"]):
+        name_of = dict(zip(map(id, group["params"]), names, strict=True))
+        part["param_names"] = [name_of[id(param)] for param in params]
+    return part
+
+
 def restricted(
     groups: list[dict[str, Any]], params: list[Tensor], numbers: list[int], counts: Iterable[str]
 ) -> dict[int, dict[str, Any]]:
@@ -62,12 +72,10 @@ def restricted(
         numbers: those of the groups of the parameters.
         counts: options that a step changes, maybe in place.
     """
-    chosen: dict[int, dict[str, Any]] = {}
+    of_each: dict[int, list[Tensor]] = {}
     for param, number in zip(params, numbers, strict=True):
-        if number in chosen:
-            chosen[number]["params"].append(param)
-        else:
-            chosen[number] = {**groups[number], "params": [param]}
+        of_each.setdefault(number, []).append(param)
+    chosen = {number: part_of(groups[number], listed) for number, listed in of_each.items()}
     for name in counts:
         for group in chosen.values():
             if isinstance(group.get(name), Tensor):
@@ -167,7 +175,7 @@ class OwnStep(InBackward):
         if len(params) == 1 and scalars is None and not self._counts:  # most often: cheap
             group = groups[numbers[0]]
             if not self._clips_each or group.get("max_grad_norm") is None:
-                self._run_own_step([{**group, "params": params}])
+                self._run_own_step([part_of(group, params)])
                 return
         norms = [groups[n].get("max_grad_norm") if self._clips_each else None for n in numbers]
         if scalars is not None or any(norm is not None for norm in norms):

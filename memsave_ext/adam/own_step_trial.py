@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..shared.dtensor import local_tensor
-from .own_optimizer import restricted, step_of, view, view_class
+from .own_optimizer import part_of, restricted, step_of, view, view_class
 
+_OF_EACH = ("params", "param_names")  # what a group has for each of its parameters
 _STEPS = 3
 _MOST_GROUPS = 8
 _DEEPEST = 8  # containers in containers that are compared
@@ -77,8 +78,8 @@ class _Trial:
         for group in optimizer.param_groups:
             like = [p for p in group["params"] if p.requires_grad and not p.is_meta][:2]
             if like and len(self.groups) < _MOST_GROUPS:
-                self.groups.append(group)
                 self._like.append([like[0], like[-1]])
+                self.groups.append(part_of(group, self._like[-1]))
 
     def run_both(self) -> list[list[dict[str, Any]]]:
         """Returns what ``run()`` does, together and alone."""
@@ -118,7 +119,7 @@ class _Trial:
                     for param in params[i]:
                         (one,) = restricted([group], [param], [0], group).values()
                         step(view(kind, attributes, [one]))
-                    changes.append({**one, "params": params[i]})
+                    changes.append({**one, **{k: group[k] for k in _OF_EACH if k in group}})
                 groups = changes
         states = [
             {"params": p.detach(), **attributes["state"][p]} for listed in params for p in listed

@@ -47,6 +47,49 @@ def test_save_and_resume(name):
     assert_same((resumed, again), (other, ordinary))
 
 
+class ByName(torch.optim.Optimizer):
+    """Decays what is no bias, by the names in its groups."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                if p.grad is not None:
+                    p.mul_(1 if name.endswith("bias") else 0.9).sub_(group["lr"] * p.grad)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["its own", "scaled"])
+def test_an_optimizer_that_goes_by_names(kind, small_bytes):
+    nets = model(), model()
+    scale = 1.0 if kind == "its own" else 8.0
+    ours, theirs = (
+        ByName([{"params": list(net[:1].named_parameters())},
+                {"params": list(net[2:].named_parameters()), "lr": 0.05}])
+        for net in nets
+    )  # fmt: skip
+    ms.in_backward(ours, small_bytes=small_bytes)
+    names = [list(group["param_names"]) for group in theirs.param_groups]
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    ours.grad_scaler = scaler if kind == "scaled" else None
+    for number in range(3):
+        if kind == "scaled":
+            scaler.scale(loss(nets[0], number)).backward()
+            scaler.step(ours)
+            scaler.update()
+        else:
+            loss(nets[0], number).backward()
+            ours.step()
+        loss(nets[1], number).backward()
+        theirs.step()
+        theirs.zero_grad()
+        assert_same((nets[0], ours), (nets[1], theirs))
+    assert [group["param_names"] for group in ours.param_groups] == names
+
+
 def test_an_optimizer_that_has_stepped_before():
     ours, theirs = (model(), None), (model(), None)
     ours, theirs = ((net, SGD(list(net.parameters()))) for net, _ in (ours, theirs))
