@@ -64,7 +64,8 @@ class Adam(Native, torch.optim.Adam):
         grad_scaler: the ``torch.amp.GradScaler`` of the training loop, whose calls stay as they
             are. A parameter whose gradient is not finite is not stepped; the others are.
         foreach, fused: accepted; they only decide where ``state["step"]`` is with CUDA (on the
-            device with ``fused`` or ``capturable``; a ``grad_scaler`` sets ``fused``).
+            device with ``fused`` or ``capturable``; a ``grad_scaler`` sets ``fused`` in groups
+            with any ``foreach``).
         differentiable: runs torch's implementation; cannot be combined with ``in_backward``.
 
     bf16, state_dtype, seed, max_grad_norm and states_on can differ between param groups. The

@@ -443,8 +443,7 @@ class InBackward(torch.optim.Optimizer):
     def _count_on_device(self, groups: list[dict[str, Any]]) -> None:
         """Moves step counts to the device: whether a step is skipped is known only there."""
         for group in groups:
-            adam = is_adam(rule_of(group))
-            if adam and not group.get("capturable") and not group.get("foreach"):
+            if is_adam(rule_of(group)) and not group.get("capturable"):
                 group["fused"] = True
             for param in group["params"]:
                 if "step" in (state := self.state.get(param, {})):

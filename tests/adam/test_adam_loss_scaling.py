@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import memsave_ext as ms
+from memsave_ext.adam.states import make_state
 
 
 def scaled_step(params, optimizer, scaler, number, spoiled=()):
@@ -172,6 +173,39 @@ def test_a_group_that_is_added_after_the_scaler():
     optimizer.grad_scaler = torch.amp.GradScaler("cpu")
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     assert [group["fused"] for group in optimizer.param_groups] == [True, True]
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize("given", ["to the constructor", "later", "before a group"])
+def test_with_a_scaler_steps_are_counted_on_the_device(given, foreach):
+    """Which alone knows what is skipped. Here the device is one without memory."""
+    param, scaler = nn.Parameter(torch.ones(3)), torch.amp.GradScaler("cpu")
+    first = scaler if given == "to the constructor" else None
+    optimizer = ms.Adam([param], foreach=foreach, grad_scaler=first)
+    on_device = torch.empty(3, device="meta")
+    if first is None:
+        assert make_state(on_device, optimizer.param_groups[0])["step"].device.type == "cpu"
+        optimizer.grad_scaler = scaler
+    if given == "before a group":
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "foreach": foreach})
+    assert make_state(on_device, optimizer.param_groups[-1])["step"].device.type == "meta"
+
+
+def test_torchs_adam_goes_on_with_what_was_scaled():
+    params, scaler = [nn.Parameter(torch.ones(3)) for _ in range(2)], torch.amp.GradScaler("cpu")
+    ours = ms.Adam(params[:1], foreach=True, grad_scaler=scaler)
+    torchs = torch.optim.Adam(params[:1])
+    theirs = torch.optim.Adam(params[1:])
+    scaler.scale(params[0].square().sum()).backward()
+    scaler.step(ours)
+    ours.zero_grad()
+    torchs.load_state_dict(ours.state_dict())
+    for optimizer, losses in ((torchs, params[:1]), (theirs, 2 * params[1:])):
+        for param in losses:
+            optimizer.zero_grad()
+            param.square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(*params)
 
 
 def test_gradients_that_were_unscaled_by_hand():

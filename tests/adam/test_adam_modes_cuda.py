@@ -282,7 +282,11 @@ def test_a_scale_of_a_power_of_2_leaves_no_trace(mode, in_backward):
 
 
 @both_ways
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"state_dtype": "8bit"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_grad_norm": 0.5}, {"state_dtype": "8bit"}, {"foreach": True}],
+    ids=str,
+)
 def test_an_infinity_without_synchronising(in_backward, options):
     params, optimizer, scaler = make_scaled(in_backward=in_backward, **options)
     scaled_step(params, optimizer, scaler, 0)
