@@ -305,8 +305,9 @@ def _count_of_group(group: dict[str, Any]) -> float | None:
     count = group.get("step")
     if isinstance(count, Tensor) and count.numel() == 1:
         count = count.item()
-    is_number = isinstance(count, (int, float)) and not isinstance(count, bool)
-    return float(count) if is_number and count >= 0 else None
+    if not isinstance(count, (int, float)) or isinstance(count, bool) or not count >= 0:
+        return None
+    return float(count)
 
 
 def _check_placement(state: dict[str, Any], param: Any) -> None:

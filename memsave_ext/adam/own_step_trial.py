@@ -169,8 +169,8 @@ def _copy(value: Any, copies: dict[int, Any]) -> Any:
         return tuple(_copy(item, copies) for item in value)
     if not isinstance(value, (dict, list, deque, set)):
         return value
-    if (made := copies.get(id(value))) is not None:
-        return made
+    if (known := copies.get(id(value))) is not None:
+        return known
     made: Any = copy.copy(value)
     copies[id(value)] = made
     if isinstance(value, set):
