@@ -13,7 +13,9 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <iterator>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -35,8 +37,45 @@ namespace {
 // Autograd has no part in a step: it is not differentiated, nor an in-place operation on a view.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
-// The kernel of adam_step_. The parameters are checked and lie on one device.
-void run_kernels(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
+// Returns whether several of the parameters may have memory of one storage.
+bool may_overlap(c10::ArrayRef<Parameter*> parameters) {
+  if (parameters.size() < 2) return false;
+  // A table by address, as a step of many small parameters would notice a slower way.
+  size_t size = 4;
+  while (size < 2 * parameters.size()) size *= 2;
+  std::vector<const void*> seen(size, nullptr);
+  for (const Parameter* parameter : parameters) {
+    const void* const begin = parameter->local.storage().data();
+    if (begin == nullptr) continue;
+    size_t place = (reinterpret_cast<uintptr_t>(begin) >> 4) * 0x9e3779b97f4a7c15u >> 20;
+    for (place &= size - 1; seen[place] != nullptr; place = (place + 1) & (size - 1)) {
+      if (seen[place] == begin) return true;
+    }
+    seen[place] = begin;
+  }
+  return false;
+}
+
+// Returns how many parameters, from the first on, have no memory in common.
+size_t count_apart(c10::ArrayRef<Parameter*> parameters) {
+  std::map<const char*, const char*> ends;  // by where memory begins
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const Tensor& param = parameters[i]->local;
+    if (param.numel() == 0) continue;
+    int64_t span = 1;  // in elements; strides are never negative
+    for (int64_t d = 0; d < param.dim(); ++d) span += (param.size(d) - 1) * param.stride(d);
+    const auto* const begin = static_cast<const char*>(param.const_data_ptr());
+    const char* const end = begin + span * static_cast<int64_t>(param.element_size());
+    const auto next = ends.upper_bound(begin);
+    if (next != ends.end() && next->first < end) return i;
+    if (next != ends.begin() && std::prev(next)->second > begin) return i;
+    ends.emplace(begin, end);
+  }
+  return parameters.size();
+}
+
+// The parameters have no memory in common, are checked and lie on one device.
+void run_kernels_apart(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
   const auto device = parameters.front()->local.device();
   const auto& kernels = kernels_for(device);
   void* const stream = stream_of(device);
@@ -57,6 +96,23 @@ void run_kernels(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
     if (parameter->local.is_inference()) continue;
     torch::autograd::impl::bump_version(parameter->local);
     checkpoint::note_step(parameter->local, parameter->position);
+  }
+}
+
+// The kernel of adam_step_. The parameters are checked and lie on one device. Those that are tied,
+// as by `a.data = b.data`, are stepped one after the other.
+void run_kernels(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
+  if (!may_overlap(parameters)) return run_kernels_apart(parameters, scaling);
+  const auto count = static_cast<int64_t>(parameters.size());
+  for (int64_t first = 0, apart; first < count; first += apart) {
+    const auto left = parameters.slice(static_cast<size_t>(first));
+    apart = static_cast<int64_t>(count_apart(left));
+    const auto part_of = [&](const Tensor& of) {  // a scalar, or an element for each parameter
+      return of.defined() && of.numel() == count ? of.narrow(0, first, apart) : of;
+    };
+    run_kernels_apart(
+        left.slice(0, static_cast<size_t>(apart)),
+        {scaling.grad_scale, scaling.found_inf, part_of(scaling.factor), part_of(scaling.skip)});
   }
 }
 

@@ -128,6 +128,26 @@ def test_bad_calls():
     assert all(torch.equal(p, b) for p, b in zip(lists[0], before, strict=True))
 
 
+def test_factors_of_parameters_of_one_memory():
+    lists, others = (tensors(torch.float64, shapes=[(3,)] * 4) for _ in range(2))
+    for ours, theirs in zip(lists, others, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            a.copy_(b)
+    lists[0][2].set_(lists[0][0])
+    others[0][2].set_(others[0][0])
+    factor = torch.tensor([0.5, 1, 2, 3]).double()
+    skip = torch.tensor([0.0, 1, 0, 0])
+    by_position, by_name = call(lists, True, True, False)
+    ops.adam_step_(*by_position, **by_name, factor=factor, skip=skip)
+    for i in range(4):
+        one = [part[i : i + 1] for part in others]
+        by_position, by_name = call(one, True, True, False)
+        ops.adam_step_(*by_position, **by_name, factor=factor[i], skip=skip[i])
+    for ours, theirs in zip(lists, others, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_sum_of_squares():
     grads = [torch.randn(1000), torch.randn(3, 7, dtype=torch.float64), torch.zeros(0)]
     expected = sum(grad.double().square().sum() for grad in grads)

@@ -70,6 +70,47 @@ def test_the_same_bits_for_any_number_of_threads(options):
             torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
+def of_one_memory():
+    """A parameter, one tied to it as by hand, one that is a part of it, and one that is every
+    second of its elements; and one that has nothing to do with them."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(80_000, generator=generator, dtype=torch.float64)
+    parts = [whole, whole, whole[500:60_000], whole[::2], torch.ones(3, dtype=torch.float64)]
+    params = [nn.Parameter(torch.zeros_like(part)) for part in parts]
+    for param, part in zip(params, parts, strict=True):
+        param.data = part
+    return params
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 3.0])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_parameters_of_one_memory_are_stepped_one_after_the_other(kind, max_norm, scaled):
+    options = {"momentum": 0.9} if kind == "SGD" else {"amsgrad": True}
+    params, others = of_one_memory(), of_one_memory()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
+    ours = getattr(ms, kind)(params, lr=0.1, max_grad_norm=max_norm, grad_scaler=scaler, **options)
+    theirs = getattr(torch.optim, kind)(others, lr=0.1, foreach=False, **options)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for number in range(10):
+            generator = torch.Generator().manual_seed(number)
+            scaler.scale(torch.ones(()))
+            for p, q in zip(params, others, strict=True):
+                q.grad = torch.randn(q.shape, generator=generator, dtype=torch.float64)
+                p.grad = q.grad * (4.0 if scaled else 1.0)
+                if max_norm is not None:
+                    nn.utils.clip_grad_norm_([q], max_norm)
+            scaler.step(ours)
+            scaler.update()
+            theirs.step()
+            for p, q in zip(params, others, strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_clipping_while_another_thread_makes_optimizers():
     def new():
         return ms.SGD([nn.Parameter(torch.ones(4))], lr=0.1, in_backward=True)
