@@ -92,7 +92,8 @@ std::shared_ptr<Entry> Collector::entry_of(const py::handle& param) const {
   return attachment.collector == this ? attachment.entry : nullptr;
 }
 
-void Collector::ready(Entry& entry, const Tensor& param, bool may_step, const Tensor& local_grad) {
+void Collector::ready(Entry& entry, const Tensor& param, bool may_step,
+                      const std::function<Tensor()>& local_gradient) {
   const Intake intake = intake_;
   if (intake == Intake::kKeep) return;
   const NodePtr accumulator = torch::autograd::impl::grad_accumulator(param);
@@ -122,6 +123,13 @@ void Collector::ready(Entry& entry, const Tensor& param, bool may_step, const Te
     return;
   }
   if (!backward->has(entry)) return;  // not in param_groups any more
+  Tensor local_grad;
+  if (local_gradient) {
+    lock.unlock();
+    local_grad = local_gradient();
+    lock.lock();
+    if (!local_grad.defined() || !backward->has(entry)) return;
+  }
   backward->add(entry, accumulator, local_grad, may_step);
 }
 

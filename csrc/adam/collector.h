@@ -12,6 +12,7 @@
 #include <pybind11/pybind11.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -90,11 +91,12 @@ class Collector : public std::enable_shared_from_this<Collector> {
   // Notes, for each of these parameters that has a hook, whether DDP reduces its gradient.
   void hand_to_ddp(const pybind11::list& params, bool enabled) const;
 
-  // Called by hooks, without the GIL, when the gradient of a parameter is complete. local_grad: the
-  // local part of a DTensor's gradient. may_step: false where later hooks must still see the
-  // gradient, which waits then.
+  // Called by hooks, without the GIL, when the gradient of a parameter is complete. may_step: false
+  // where later hooks must still see the gradient, which waits then. local_gradient: returns the
+  // local part of a DTensor's gradient, which may take a collective; it is called only where the
+  // gradient is used.
   void ready(Entry& entry, const at::Tensor& param, bool may_step,
-             const at::Tensor& local_grad = {});
+             const std::function<at::Tensor()>& local_gradient = nullptr);
 
   // The rest is for backwards, batches and rows.cpp.
   // Guards all that follows, the entries and the streams. Garbage that Python collects with it held

@@ -65,11 +65,13 @@ void Hook::compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const {
 
 void DTensorHook::operator()(const py::object& param) const {
   const at::Tensor& tensor = THPVariable_Unpack(param.ptr());
-  const at::Tensor grad = local_gradient(param);
   const py::object hooks = hooks_of(param);
   const bool is_last = py::object(py::list(hooks)[py::len(hooks) - 1]).equal(py::str(kOurs));
   const py::gil_scoped_release no_gil;
-  if (grad.defined()) collector->ready(*entry, tensor, is_last, grad);
+  collector->ready(*entry, tensor, is_last, [&param] {
+    const py::gil_scoped_acquire gil;
+    return local_gradient(param);
+  });
 }
 
 Attachment find_hook(const py::handle& param) {

@@ -15,6 +15,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import memsave_ext as ms
 
@@ -149,11 +150,47 @@ def error_of(function):
     return ""
 
 
+def used_once():
+    """How many collectives backwards make of a gradient that is a partial sum in each process, and
+    how far the parameter is from one of a plain optimizer at last."""
+    mesh, batch = init_device_mesh("cpu", (2,)), torch.randn(8, 6, dtype=torch.float64)
+    start = torch.randn(6, 5, dtype=torch.float64)
+    param = nn.Parameter(distribute_tensor(start, mesh, [Replicate()]))
+    plain = nn.Parameter(start.clone())
+    optimizer = ms.AdamW([param], lr=0.1, in_backward=True)
+    other = torch.optim.AdamW([plain], lr=0.1)
+    accumulates = []
+
+    def backward(factor):
+        x = distribute_tensor(batch * factor, mesh, [Shard(0)])
+        loss = (x @ param).square().sum().full_tensor()
+        with CommDebugMode() as mode:
+            loss.backward()
+        return mode.get_total_counts()
+
+    found = {}
+    with optimizer.paused():
+        found["paused"] = backward(1)
+    with optimizer.accumulate():
+        found["accumulate"] = backward(2)
+    optimizer.accumulate_when(lambda: bool(accumulates))
+    accumulates.append(True)
+    found["accumulate_when"] = backward(3)
+    accumulates.clear()
+    with optimizer.paused(keep=True):
+        found["paused, kept"] = backward(4)
+    found["stepped"] = backward(5)
+    optimizer.step()
+    sum((batch * factor @ plain).square().sum() for factor in range(2, 6)).backward()
+    other.step()
+    return found, float((local(param.detach()) - plain.detach()).abs().max())
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     os.environ[FOLDER] = str(tmp_path_factory.mktemp("checkpoint"))
     split = functools.partial(split_twice, cases_of(sampling.full))
-    found = run_ranks(4, {"split_twice": split}) | run_ranks(2, [misplaced])
+    found = run_ranks(4, {"split_twice": split}) | run_ranks(2, [misplaced, used_once])
     del os.environ[FOLDER]
     return found
 
@@ -167,6 +204,14 @@ def test_steps_are_those_of_the_shards(results):
             assert distance == 0 if alike else distance < 0.05, (name, shape, placements)
             assert not_placed == [], (name, shape, placements)
         assert not any(not_restored.values()), not_restored
+
+
+def test_a_gradient_that_is_not_used_takes_no_collective(results):
+    for rank in results["used_once"]:
+        assert isinstance(rank, tuple), rank
+        found, distance = rank
+        assert found.pop("stepped") == 1 and not any(found.values()), found
+        assert distance < 1e-12
 
 
 def test_a_gradient_of_another_mesh_is_refused(results):
