@@ -105,6 +105,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("lost", &Collector::lost)
       .def_static("owner", &Collector::owner)
       .def("detach", &Collector::detach)
+      .def("release", &Collector::release)
       .def("set_intake", &Collector::set_intake)
       .def("expect", &Collector::expect)
       .def("any_gradient", &Collector::any_gradient)

@@ -78,6 +78,12 @@ void Collector::detach() {
   });
 }
 
+void Collector::release(const py::list& params) const {
+  for (const py::handle param : params) {
+    if (find_hook(param).collector == this) remove_hook(param);
+  }
+}
+
 py::list Collector::lost() const {
   py::list lost;
   if (!attached_) return lost;

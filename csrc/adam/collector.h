@@ -54,6 +54,7 @@ class Collector : public std::enable_shared_from_this<Collector> {
   // Called from Python.
   void attach(const pybind11::list& params);  // no other living optimizer may own them
   void detach();
+  void release(const pybind11::list& params) const;  // removes the hooks of these alone
   pybind11::list lost() const;  // parameters that should have this collector's hook and do not
   // Returns the optimizer that steps a parameter in backward, or None. Removes the hook of an
   // optimizer that is gone.

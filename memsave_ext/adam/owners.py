@@ -54,7 +54,8 @@ def remove_hooks(params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
     """Release parameters that optimizers step in backward, so that a new one can be made for them.
 
     The old optimizers go on as ordinary ones, with all of their parameters, as after their own
-    ``remove_hooks()``. For example, where a trainer makes optimizers anew in each of its runs::
+    ``remove_hooks()``. One from whose ``param_groups`` a parameter was taken goes on in backward
+    with the others. For example, where a trainer makes optimizers anew in each of its runs::
 
         def configure_optimizers(self):
             ms.remove_hooks(self)
@@ -76,13 +77,27 @@ def remove_hooks(params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
     for param in listed:
         if not isinstance(param, Tensor):
             raise TypeError(_NO_PARAMS.format(f"an iterable with a {type(param).__name__}"))
+    _release_departed(listed)
     for param in listed:
         if (owner := stepper.owner(param)) is not None:
             owner.remove_hooks()
 
 
+def _release_departed(params: list[Tensor]) -> None:
+    """Removes the hooks of parameters that were taken out of their optimizer's groups."""
+    of_each: dict[int, tuple[Any, list[Tensor]]] = {}
+    for param in params:
+        if (owner := stepper.owner(param)) is not None:
+            of_each.setdefault(id(owner), (owner, []))[1].append(param)
+    for owner, owned in of_each.values():
+        present = {id(p) for group in owner.param_groups for p in group["params"]}
+        owner._release([p for p in owned if id(p) not in present])
+
+
 def refuse_taken(optimizer: Any, params: list[Tensor]) -> None:
     """Raises ValueError where another optimizer that is still alive steps one of ``params``."""
+    if _first_of_another(optimizer, params) is not None:
+        _release_departed(params)
     if _first_of_another(optimizer, params) is not None:
         # Schedulers and optimizers refer to each other, so an unused one may await collection.
         gc.collect()

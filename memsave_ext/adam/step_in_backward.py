@@ -115,6 +115,12 @@ class InBackward(torch.optim.Optimizer):
         self._in_backward = False
         self._choose_unscaling()
 
+    def _release(self, params: list[Tensor]) -> None:
+        """Leaves to others these parameters, which were taken out of the groups."""
+        if self._gradients is not None:
+            self._gradients.release(params)
+        self._stepper.release(params)
+
     def renew_hooks(self) -> None:
         """Step in backward again after :meth:`remove_hooks`; with ``grads_on`` gradients leave
         again.

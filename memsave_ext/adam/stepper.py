@@ -72,6 +72,7 @@ class Stepper:
         kind: Any = native.AdamCollector if native else Collector
         self._collector = kind(self, small_bytes, bucket_bytes, own_step)
         self.attach, self.detach = self._collector.attach, self._collector.detach
+        self.release = self._collector.release
         self.lost, self.hand_to_ddp = self._collector.lost, self._collector.hand_to_ddp
         self.count_used = self._collector.count_used
         self.drop_stale_low_part = self._collector.drop_stale_low_part

@@ -80,6 +80,12 @@ class Gradients:
         may_leave = (p for p in every if p.is_floating_point() or p.is_complex())
         return [p for p in may_leave if owner(p) is not optimizer] if self.attached else []
 
+    def release(self, params: Iterable[Tensor]) -> None:
+        """Leaves later gradients of these alone in memory, or to others."""
+        for param in params:
+            if (handle := self._handles.get(id(param))) is not None:
+                handle.remove()
+
     def detach(self) -> None:
         """Leaves later gradients in memory."""
         _remove(self._handles)

@@ -12,6 +12,8 @@ from torch import nn
 
 import memsave_ext as ms
 from memsave_ext.adam import owners
+from memsave_ext.elsewhere import gradients
+from memsave_ext.elsewhere.gradient import GradientElsewhere
 from memsave_ext.store import mapped
 
 
@@ -108,6 +110,50 @@ def test_remove_hooks_of_what_has_none():
 def test_remove_hooks_of_something_else(bad):
     with pytest.raises(TypeError, match="params must be a module, a parameter or an iterable of"):
         ms.remove_hooks(bad)
+
+
+def groups_of(net):
+    return [{"params": [*net[0].parameters()]}, {"params": [*net[2].parameters()]}]
+
+
+@pytest.mark.parametrize("release", [True, False], ids=["removed", "not removed"])
+@pytest.mark.parametrize("way", ["in backward", "elsewhere", "torch's"])
+def test_a_group_can_go_to_another_optimizer(way, release, tmp_path, monkeypatch):
+    monkeypatch.setattr(gradients, "SMALLEST", 1)
+    if way == "elsewhere" and sys.platform != "linux":
+        pytest.skip("a folder is for Linux")
+    options = {"grads_on": tmp_path} if way == "elsewhere" else {"in_backward": True}
+
+    def make(groups):
+        if way == "torch's":
+            return ms.in_backward(torch.optim.AdamW(groups, lr=0.1))
+        return ms.AdamW(groups, lr=0.1, **options)
+
+    net, reference = model(), model()
+    first, plain = make(groups_of(net)), torch.optim.AdamW(groups_of(reference), lr=0.1)
+    train(net, first, 1)
+    train(reference, plain, 1)
+    moved, of_plain = first.param_groups.pop(), plain.param_groups.pop()
+    if release:
+        ms.remove_hooks(moved["params"])
+    second, other = make(moved["params"]), torch.optim.AdamW(of_plain["params"], lr=0.1)
+    assert first.in_backward == second.in_backward == (way != "elsewhere")
+    for i in range(2):
+        net(torch.full((3, 4), i + 1.0)).square().mean().backward()
+        if way == "elsewhere":
+            assert all(isinstance(p.grad, GradientElsewhere) for p in net.parameters())
+        else:
+            assert all(p.grad is None for p in net.parameters())
+        reference(torch.full((3, 4), i + 1.0)).square().mean().backward()
+        for optimizer in (first, second, plain, other):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(net, reference.parameters())
+    with pytest.raises(ValueError, match="another optimizer"):
+        first.add_param_group(moved)
+    second.remove_hooks()
+    first.remove_hooks()
+    assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
 
 
 def test_a_living_optimizer_is_named_by_its_parameter():

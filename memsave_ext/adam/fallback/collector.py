@@ -84,6 +84,11 @@ class Collector:
         for param in self.params():
             hooks.remove_hooks(param, self)
 
+    def release(self, params: list[Tensor]) -> None:
+        """Removes the hooks of these alone."""
+        for param in params:
+            hooks.remove_hooks(param, self)
+
     def set_intake(self, intake: str) -> None:
         """Sets what hooks do: leave a gradient ("keep", "sum"), "drop" it, or use it."""
         self._intake = intake
