@@ -67,7 +67,7 @@ help:  ## list the targets
 build: $(BUILT) $(LINKED)  ## compile the native part and install the package from here
 
 demo: $(BUILT)  ## train a DenseNet with each checkpoint and print the table
-	PYTHONPATH=. $(VENV) benchmarks/densenet.py --steps 40
+	PYTHONPATH=. $(VENV) benchmarks/densenet.py --steps 24
 
 test: build $(TRAINERS)  ## run the tests, native and in pure Python: a sample, of slow files those whose turn it is
 	@echo "== tests with the native part"

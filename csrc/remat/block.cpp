@@ -185,7 +185,7 @@ Block::Saving Block::save(const at::Tensor& tensor) {
 bool Block::is_given(const Content& content) const {
   return std::any_of(scopes_.begin(), scopes_.end(), [&](const Recording* scope) {
     return std::any_of(scope->given.begin(), scope->given.end(), [&](const auto& given) {
-      return storage_of(given.first) == content.storage._unsafe_get_target();
+      return storage_of(given.tensor) == content.storage._unsafe_get_target();
     });
   });
 }
@@ -598,7 +598,11 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   call.op = &op;
   call.module = has_script() ? recording->began.module : running_module();
   // What is never recomputed needs no arguments recorded.
-  recording->repeatable = op.is_repeatable && (!op.is_heavy || step_) && !is_changed_by_mode();
+  recording->repeatable = op.is_repeatable && (!op.is_heavy || step_);
+  if (is_changed_by_mode()) {
+    recording->repeatable = false;
+    if (step_) step_->is_no_example();
+  }
   if (recording->repeatable && (op.has_failed || is_in_library())) recording->repeatable = false;
   recording->is_mask = op.makes_mask && !inputs.empty() && inputs[0].toTensor().is_cpu();
   if ((op.is_random || op.draws) && !recording->is_mask && recording->repeatable) {
@@ -698,15 +702,23 @@ void Block::end_proof(Recording& recording, const std::vector<c10::IValue>& outp
       if (tensor.defined() && !has_bits(tensor)) recording.repeatable = false;
     });
   }
-  if (!recording.proof || !recording.repeatable || outputs.empty()) return;
+  if (!recording.proof) return;
+  const std::vector<at::Tensor> changed = recording.proof->changed_arguments();
+  for (const at::Tensor& tensor : changed) renew_everywhere(tensor);
+  if (!changed.empty()) {
+    recording.call->op->changes_arguments = recording.call->op->has_failed = true;
+    recording.repeatable = false;
+  }
+  if (!recording.repeatable || outputs.empty()) return;
   if (step_) step_->begin_proof();
   recording.repeatable = recording.proof->succeeds(*recording.call, outputs);
   if (step_) step_->end_proof();
-  if (!recording.call->op->changes_arguments) return;
-  for (const at::Tensor& tensor : recording.proof->given()) {
-    for (Block* block = this; block != nullptr; block = block->outer_) {
-      if (is_plain(tensor) && block->table_.count(storage_of(tensor)) > 0) block->renew(tensor);
-    }
+}
+
+// Of memory that was written unseen, in this block and those around it.
+void Block::renew_everywhere(const at::Tensor& tensor) {
+  for (Block* block = this; block != nullptr; block = block->outer_) {
+    if (is_plain(tensor) && block->table_.count(storage_of(tensor)) > 0) block->renew(tensor);
   }
 }
 
@@ -793,38 +805,43 @@ bool Block::may_be_repeated(const at::Tensor& tensor) const {
 // arguments of these shapes tells.
 void Block::look_at_given(Recording& scope, const at::RecordFunction& function) {
   if (Fakes::current() != nullptr) return;  // it has no values
-  std::vector<at::Tensor> given;
+  std::vector<Given> given;
+  size_t position = 0;
   for (const auto& input : function.inputs()) {
     for_tensors(input, [&](const at::Tensor& tensor, int64_t) {
-      if (may_be_repeated(tensor)) given.push_back(tensor);
+      if (may_be_repeated(tensor)) given.push_back({tensor, position, 0});
+      ++position;
     });
   }
   if (given.empty()) return;
-  scope.key = key_of_function(function.name(), function.inputs());
-  const std::optional<bool> writes = writes_what_it_is_given(scope.key);
-  if (writes && !*writes) return;
-  if (writes || !sees_results_ || checkpoint::GraphRng::current()) {  // if need be without looking
-    for (const at::Tensor& tensor : given) {
+  scope.key = FunctionKey::of(function.name(), function.inputs());
+  std::optional<ArgumentBits> written = written_by(scope.key);
+  // Where nobody can look, it may write all.
+  if (!sees_results_ || checkpoint::GraphRng::current())
+    written = written.value_or(~ArgumentBits());
+  for (Given& one : given) {
+    if (!written) {
+      one.bits = bits_of(one.tensor);
+      scope.given.push_back(one);
+    } else if (written->test(std::min(one.position, written->size() - 1))) {
       for (Block* block = this; block != nullptr; block = block->outer_) {
-        block->note_hidden_write(tensor);
+        block->note_hidden_write(one.tensor);
       }
     }
-    return;
   }
-  for (const at::Tensor& tensor : given) scope.given.emplace_back(tensor, bits_of(tensor));
 }
 
 // What it made and saved, or made again by its call, is known. The rest is what it returns, which
 // is let go or saved soon, or what lies on its ctx.
 void Block::end_scope(Recording& scope) {
   scopes_.erase(std::remove(scopes_.begin(), scopes_.end(), &scope), scopes_.end());
-  bool writes = false;
-  for (const auto& [tensor, bits] : scope.given) {
+  ArgumentBits written;
+  for (const auto& [tensor, position, bits] : scope.given) {
     const auto found = table_.find(storage_of(tensor));
     if (found == table_.end()) continue;
     const std::shared_ptr<Content> content = found->second.content;
     const bool is_written = bits_of(tensor) != bits;
-    writes = writes || is_written;
+    if (is_written) written.set(std::min(position, written.size() - 1));
     std::shared_ptr<Call> call;  // freed without the mutex
     bool waits;
     {
@@ -833,13 +850,9 @@ void Block::end_scope(Recording& scope) {
       if (is_written && waits) call = std::move(content->call);
     }
     if (waits) decide(content);
-    if (is_written) {
-      for (Block* block = this; block != nullptr; block = block->outer_) {
-        if (block->table_.count(storage_of(tensor)) > 0) block->renew(tensor);
-      }
-    }
+    if (is_written) renew_everywhere(tensor);
   }
-  if (!scope.given.empty()) note_function(scope.key, writes);
+  if (!scope.given.empty()) note_function(scope.key, written);
   if (!scope.made) return;
   const auto is_known = [](const std::shared_ptr<Content>& content) {
     return content->storage.expired() || content->call || content->holders > 0;

@@ -88,6 +88,11 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   RecursiveLock& again_mutex() { return again_mutex_; }
 
  private:
+  struct Given {  // a tensor that a Function is given, and its place among them
+    at::Tensor tensor;
+    size_t position;
+    uint64_t bits;
+  };
   struct Recording : at::ObserverContext {  // an operator that is running
     Block* block;
     uint64_t born = 0;           // contents_so_far() when it began: later ones are new in it
@@ -109,8 +114,8 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
     // What was made in it; null where that is not asked for.
     std::unique_ptr<std::vector<std::shared_ptr<Content>>> made;
     // Of what it was given: what could be recomputed, with the bits before.
-    std::vector<std::pair<at::Tensor, uint64_t>> given;
-    uint64_t key = 0;                         // of its name and its arguments
+    std::vector<Given> given;
+    FunctionKey key;
     std::unique_ptr<const Proof> proof;       // of a library's operator, where it is due
     double begin = 0;                         // by now()
     std::unique_ptr<DeviceTime> device_time;  // null where it is not asked for
@@ -148,6 +153,7 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   static std::unique_ptr<Recording> begin_scope(const at::RecordFunction& function);
   void look_at_given(Recording& scope, const at::RecordFunction& function);
   bool may_be_repeated(const at::Tensor& tensor) const;
+  void renew_everywhere(const at::Tensor& tensor);
   bool is_given(const Content& content) const;
   void end_scope(Recording& scope);
   void keep_mask(Recording& recording);

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "locks.h"
@@ -157,9 +158,13 @@ Lock& functions_mutex() {
   return mutex;
 }
 
-// Whether they have written what they were given, by key_of_function().
-auto& functions() {
-  static auto& all = *new std::unordered_map<uint64_t, bool>();
+struct Functions {
+  std::unordered_set<uint64_t> seen;                   // by FunctionKey::arguments
+  std::unordered_map<uint64_t, ArgumentBits> written;  // by FunctionKey::name
+};
+
+Functions& functions() {
+  static auto& all = *new Functions();
   return all;
 }
 
@@ -197,21 +202,25 @@ std::optional<uint64_t> key_of_arguments(c10::ArrayRef<const c10::IValue> argume
   return key;
 }
 
-uint64_t key_of_function(std::string_view name, c10::ArrayRef<const c10::IValue> arguments) {
-  uint64_t key = std::hash<std::string_view>()(name);
-  for (const auto& argument : arguments) add_tensors(key, argument);
+FunctionKey FunctionKey::of(std::string_view name, c10::ArrayRef<const c10::IValue> arguments) {
+  FunctionKey key{std::hash<std::string_view>()(name), 0};
+  key.arguments = key.name;
+  for (const auto& argument : arguments) add_tensors(key.arguments, argument);
   return key;
 }
 
-std::optional<bool> writes_what_it_is_given(uint64_t key) {
+std::optional<ArgumentBits> written_by(const FunctionKey& key) {
   const std::lock_guard<Lock> lock(functions_mutex());
-  const auto found = functions().find(key);
-  return found == functions().end() ? std::nullopt : std::optional<bool>(found->second);
+  const auto found = functions().written.find(key.name);
+  if (found != functions().written.end()) return found->second;
+  const bool is_known = functions().seen.count(key.arguments) > 0;
+  return is_known ? std::optional<ArgumentBits>(ArgumentBits()) : std::nullopt;
 }
 
-void note_function(uint64_t key, bool writes_what_it_is_given) {
+void note_function(const FunctionKey& key, const ArgumentBits& written) {
   const std::lock_guard<Lock> lock(functions_mutex());
-  functions()[key] = writes_what_it_is_given;
+  functions().seen.insert(key.arguments);
+  if (written.any()) functions().written[key.name] |= written;
 }
 
 Proof::Proof(uint64_t key, c10::ArrayRef<const c10::IValue> arguments)
@@ -220,7 +229,14 @@ Proof::Proof(uint64_t key, c10::ArrayRef<const c10::IValue> arguments)
       generators_(std::make_shared<const checkpoint::RngState>(devices_of(arguments))),
       before_(bits_of_all(tensors_of(arguments_))) {}
 
-std::vector<at::Tensor> Proof::given() const { return tensors_of(arguments_); }
+std::vector<at::Tensor> Proof::changed_arguments() const {
+  std::vector<at::Tensor> changed;
+  const std::vector<at::Tensor> given = tensors_of(arguments_);
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (bits_of(given[i]) != before_[i]) changed.push_back(given[i]);
+  }
+  return changed;
+}
 
 bool Proof::succeeds(Call& call, const std::vector<c10::IValue>& results) const {
   const Pause pause;
@@ -263,8 +279,7 @@ bool Proof::is_same(Call& call, const std::vector<at::Tensor>& given,
                     std::vector<c10::IValue>& stack) const {
   const Operator& op = *call.op;
   const bool draws = !generators_->is_present();
-  op.changes_arguments = bits_of_all(given) != before_;
-  if (op.changes_arguments || any_share_memory(given, first)) return false;
+  if (any_share_memory(given, first)) return false;
   {
     const AgainScope again;
     const checkpoint::RngGuard same_numbers(*generators_);

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <bitset>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -26,11 +27,17 @@ bool has_bits(const at::Tensor& tensor);
 // where an argument is of a kind that may keep state.
 std::optional<uint64_t> key_of_arguments(c10::ArrayRef<const c10::IValue> arguments);
 
-// The same of an autograd.Function, by its name and the tensors that it is given.
-uint64_t key_of_function(std::string_view name, c10::ArrayRef<const c10::IValue> arguments);
-// Whether one with this key has written, unseen, what it was given; nothing where none has run yet.
-std::optional<bool> writes_what_it_is_given(uint64_t key);
-void note_function(uint64_t key, bool writes_what_it_is_given);
+// An autograd.Function, and how the tensors lie that it is given.
+struct FunctionKey {
+  uint64_t name = 0, arguments = 0;
+
+  static FunctionKey of(std::string_view name, c10::ArrayRef<const c10::IValue> arguments);
+};
+using ArgumentBits = std::bitset<64>;  // of these tensors; the last one is for all that follow, too
+// Which of them a Function writes unseen, as far as one of this name has done so, whatever it was
+// given; nothing where none has run yet with what lies like this.
+std::optional<ArgumentBits> written_by(const FunctionKey& key);
+void note_function(const FunctionKey& key, const ArgumentBits& written);
 
 class Proof {
  public:
@@ -42,7 +49,8 @@ class Proof {
   // generators before it, if it has drawn numbers. Else the operator has failed, for good, unless
   // there was no memory for the second run.
   bool succeeds(Call& call, const std::vector<c10::IValue>& results) const;
-  std::vector<at::Tensor> given() const;  // the tensors among the arguments
+  // After it has run: which of its arguments have other bits.
+  std::vector<at::Tensor> changed_arguments() const;
 
  private:
   bool is_same(Call& call, const std::vector<at::Tensor>& given,

@@ -128,6 +128,7 @@ class Step {
   // Memory of the device was given back while an operator ran. On any thread, where the lock of the
   // device's allocator may be held.
   void gave_way(at::Device device);
+  void is_no_example() { is_exact_ = false; }  // of steps of its shapes
   void closed(const Content& content, int32_t save, bool was_last);
   // Memory that the block holds no more, but a node that runs still uses.
   void given_up(const Freed& memory);

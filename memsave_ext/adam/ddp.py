@@ -220,12 +220,11 @@ class StepReduced:
         that the parameter has now.
 
         It keeps those that there were when its buckets were made. Before the reduction the bucket
-        has the numbers in ``.grad``, which show it. They are compared once for other strides than
-        those of a contiguous parameter.
+        has the numbers in ``.grad``, which show it, unless they are all the same. They are compared
+        once for each parameter and its strides.
         """
         local, strides = param.grad, param.stride()
-        known = self._strides.get(id(param))
-        if strides == known or (known is None and param.is_contiguous()):
+        if param.dim() < 2 or not param.numel() or strides == self._strides.get(id(param)):
             return
         if type(grad) is not Tensor or grad.layout != torch.strided:
             return
@@ -233,7 +232,8 @@ class StepReduced:
             return
         if not bool(((local == grad) | local.isnan()).all()):
             raise errors.moved_in_ddp(param)
-        self._strides[id(param)] = strides
+        if bool((local != local.flatten()[0]).any()):
+            self._strides[id(param)] = strides
 
     def _clear_gradients(self) -> None:
         for param in self._params.values():

@@ -55,10 +55,13 @@ def part_of(group: dict[str, Any], params: list[Tensor]) -> dict[str, Any]:
     """Returns a copy of the group with these of its parameters alone, and with their names."""
     part = {**group, "params": params}
     names = group.get("param_names")
-    if names is not None and len(names) == len(group["params"]):
-        name_of = dict(zip(map(id, group["params"]), names, strict=True))
-        part["param_names"] = [name_of[id(param)] for param in params]
-    return part
+    if names is None or len(names) != len(group["params"]):
+        return part
+    if len(params) == 1:  # most often: without a table of all
+        place = next(i for i, param in enumerate(group["params"]) if param is params[0])
+        return part | {"param_names": [names[place]]}
+    name_of = dict(zip(map(id, group["params"]), names, strict=True))
+    return part | {"param_names": [name_of[id(param)] for param in params]}
 
 
 def restricted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict, deque
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ _OF_EACH = ("params", "param_names")  # what a group has for each of its paramet
 _STEPS = 3
 _MOST_GROUPS = 8
 _DEEPEST = 8  # containers in containers that are compared
-_LARGEST = 4096  # elements of tensors that are copied as they are
 
 
 def find_counts(optimizer: Optimizer) -> tuple[str, ...]:
@@ -72,6 +72,7 @@ class _Trial:
         left_out = ("state", "param_groups")  # which have one parameter's size, or all of them
         self._attributes = {k: v for k, v in optimizer.__dict__.items() if k not in left_out}
         self._state = optimizer.state
+        self._shapes = {p.shape for group in optimizer.param_groups for p in group["params"]}
         self.groups: list[dict[str, Any]] = []
         self._like: list[list[Tensor]] = []
         self._with_states = False
@@ -101,9 +102,12 @@ class _Trial:
             for listed, likes in zip(params, self._like, strict=True):
                 for param, like in zip(listed, likes, strict=True):
                     state[param] = _cut(self._state.get(like, {}))
-        attributes = {**_copies(self._attributes), "state": state}
+        attributes = {**_copies(self._attributes, self._shapes), "state": state}
         groups = [
-            {**_copies({k: v for k, v in group.items() if k != "params"}), "params": listed}
+            {
+                **_copies({k: v for k, v in group.items() if k != "params"}, self._shapes),
+                "params": listed,
+            }
             for group, listed in zip(self.groups, params, strict=True)
         ]
         devices = {p.device for listed in params for p in listed if p.device.type == "cuda"}
@@ -154,19 +158,23 @@ def _made(like: Tensor, number: int) -> Tensor:
     return _values(empty, number + 1).requires_grad_()
 
 
-def _copies(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the same with copies of what a step could change in place."""
+def _copies(fields: dict[str, Any], shapes: Container[torch.Size]) -> dict[str, Any]:
+    """Returns the same with copies of what a step could change in place.
+
+    Args:
+        shapes: of the parameters. Of tensors that are like these there may be one for each: they
+            are cut, as the parameters are.
+    """
     copies: dict[int, Any] = {}
-    return {name: _copy(value, copies) for name, value in fields.items()}
+    return {name: _copy(value, shapes, copies) for name, value in fields.items()}
 
 
-def _copy(value: Any, copies: dict[int, Any]) -> Any:
+def _copy(value: Any, shapes: Container[torch.Size], copies: dict[int, Any]) -> Any:
     """``copies``: those of containers by id, as one may contain itself."""
     if isinstance(value, Tensor):
-        # Not what is as large as a parameter: there may be one for each.
-        return value.detach().clone() if value.numel() <= _LARGEST else _cut(value.detach())
+        return _cut(value.detach()) if value.shape in shapes else value.detach().clone()
     if type(value) is tuple:
-        return tuple(_copy(item, copies) for item in value)
+        return tuple(_copy(item, shapes, copies) for item in value)
     if not isinstance(value, (dict, list, deque, set)):
         return value
     if (known := copies.get(id(value))) is not None:
@@ -176,7 +184,7 @@ def _copy(value: Any, copies: dict[int, Any]) -> Any:
     if isinstance(value, set):
         return made
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        made[key] = _copy(item, copies)
+        made[key] = _copy(item, shapes, copies)
     return made
 
 

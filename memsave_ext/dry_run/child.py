@@ -58,7 +58,8 @@ _CHANGES_OF_FILES = {
     "os.truncate": (0, None, True),
 }  # fmt: skip
 # Else a child of another thread would have this end of a pipe, too, which then never ends.
-_one_fork = threading.Lock()
+_one_fork: Any = threading.Lock()
+os.register_at_fork(after_in_child=_one_fork._at_fork_reinit)
 _pipe = -1  # in a child: where its messages go
 tensors: list[Tensor] = []  # in a child: all of the process
 _modules: list[nn.Module] = []  # likewise
@@ -152,9 +153,10 @@ class Child(Generic[Result]):
                 raise ChildError(f"no child process can be made: {error.strerror}") from error
             if pid == 0:
                 try:
-                    _stop_following()
-                    _one_fork.release()
                     _pipe = write
+                    _one_fork._at_fork_reinit()  # a step may predict
+                    with suppress(Exception):
+                        _stop_following()
                     _find()
                     os.close(read)
                     _prepare(state, threads, cards)

@@ -54,6 +54,8 @@ def swap_all(
         kind, made = kinds[type(tensor)], _fake_of(tensor, mode, storages)
         if kind is not None and made is not None and _swap(tensor, made, kind, mode, constants):
             swapped.append(tensor)
+        elif made is not None:
+            _real.append(tensor)  # no other memory may have its address
     for tensor, gradient in gradients:
         if isinstance(tensor, FakeTensor) and isinstance(gradient, FakeTensor):
             tensor.grad = gradient
@@ -122,24 +124,34 @@ class _Constants:
     """Of tensors whose values stay known: tensors that have them, which operators may change.
 
     They are the real ones. Where other processes have the same memory, as that of a batch which a
-    worker of a DataLoader has made, they are copies, which share memory as the real ones do.
+    worker of a DataLoader has made, they are copies, which share memory as the real ones do; of no
+    more than there is room for.
     """
 
     def __init__(self) -> None:
         self._copies: dict[int, torch.UntypedStorage] = {}  # by the addresses of the real ones
+        self._left = _MOST_COPIED
 
     @cached_property
     def _shared(self) -> list[tuple[int, int]]:
         return _shared_memory()
 
-    def of(self, real: Tensor) -> Tensor:
+    def of(self, real: Tensor) -> Tensor | None:
         storage = real.untyped_storage()
-        address = storage.data_ptr()
+        try:
+            address = storage.data_ptr()
+        except RuntimeError:  # a fake of others, such as what torch.compile has left
+            return real
         if not any(begin <= address < end for begin, end in self._shared):
             return real
-        if storage.nbytes() > _MOST_COPIED:  # of which this is a part
-            return real.clone()
         if storage._cdata not in self._copies:
+            is_part = storage.nbytes() > _MOST_COPIED
+            size = real.nbytes if is_part else storage.nbytes()
+            if size > self._left:
+                return None
+            self._left -= size
+            if is_part:
+                return real.clone()
             self._copies[storage._cdata] = storage.clone()
         made = torch.empty(0, dtype=real.dtype)
         geometry = real.storage_offset(), real.shape, real.stride()
@@ -189,8 +201,8 @@ def _swap(
         tensor._backward_hooks = _of_users(hooks)
     if after is not None:
         tensor._post_accumulate_grad_hooks = _of_users(after)
-    if is_known:
-        tensor.constant = constants.of(real)  # type: ignore[attr-defined]
+    if is_known and (constant := constants.of(real)) is not None:
+        tensor.constant = constant  # type: ignore[attr-defined]
         converter: Any = mode.fake_tensor_converter
         converter.add_constant_storage_mapping(tensor)
     return True

@@ -30,7 +30,15 @@ from ..shared.progress import Progress
 from .batch import FromBatch
 from .devices import FitsOnDevices, counts_of, search_devices
 from .found import Fit, Fits, lowest
-from .predict import PredictedStep, Told, check_timeout, checked_device, result_of, start
+from .predict import (
+    NOT_PREDICTED,
+    PredictedStep,
+    Told,
+    check_timeout,
+    checked_device,
+    result_of,
+    start,
+)
 from .ranks import Ranks, Shard, ranks_of
 from .techniques import ALL, Techniques, place_elsewhere
 
@@ -414,7 +422,8 @@ def _row(
         if batch is not None:
             straight = not techniques.within_budget
             other = functools.partial(_needed, predictions, techniques)
-            largest = _largest(other, budget, batch, needed, straight)
+            with suppress(RuntimeError):  # of a process that was killed, for example
+                largest = _largest(other, budget, batch, needed, straight)
     except Exception as error:  # the user's step may raise anything once something is changed
         if techniques == ALL[0]:
             raise
@@ -438,7 +447,9 @@ def _needed(predictions: _Predictions, techniques: Techniques, size: int) -> int
     a batch norm with a batch of 1."""
     try:
         return predictions.needed(predictions.of_batch(techniques, size))
-    except Exception:  # the user's step may raise anything
+    except Exception as error:  # the user's step may raise anything
+        if str(error).startswith(NOT_PREDICTED):
+            raise  # of the process, not of this batch
         return None
 
 

@@ -520,7 +520,8 @@ def _implementation(kind: type[torch.optim.Optimizer], group: Mapping[str, Any])
     if is_adam and isinstance(group.get("lr"), Tensor) and not group.get("capturable"):
         return FOR_LOOP
     fitting = {"meta", *_get_foreach_kernels_supported_devices()}
-    fits = all(param.device.type in fitting for param in group["params"])
+    kinds = (Tensor, torch.nn.Parameter)  # torch has lists of no others, such as DTensors
+    fits = all(p.device.type in fitting and type(p) in kinds for p in group["params"])
     return FOREACH if fits else FOR_LOOP
 
 

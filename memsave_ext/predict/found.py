@@ -32,8 +32,10 @@ class Fit:
         peak: predicted bytes; None where they do not apply.
         at_peak: the peak by category.
         fits: whether the peak, on CUDA what is reserved, is within the budget.
-        largest_batch: the largest batch that fits, 0 for none; None where ``build`` takes no batch,
-            they do not apply, or none was found, but smaller ones could not be predicted.
+        largest_batch: the largest batch that was found to fit, 0 for none; where steps of some
+            sizes fail, as they take multiples of 8 alone, larger ones may fit, too. None where
+            ``build`` takes no batch, they do not apply, or none was found, but smaller ones could
+            not be predicted.
         reason: why they do not apply, else ``""``.
         moved: the most bytes that lie elsewhere at a time, in the place ``offload``; not in the
             peak. None where they do not apply or nothing is moved.

@@ -51,7 +51,8 @@ def plot_fits(rows: Sequence[Any], budget: int, path: str | os.PathLike[str], ti
 
 def _beside(row: Any) -> str:
     if row.peak is None:
-        return f"does not apply: {textwrap.shorten(row.reason, 76, placeholder=' ...')}"
+        what = "not predicted" if row.is_unpredicted else "does not apply"
+        return f"{what}: {textwrap.shorten(row.reason, 76, placeholder=' ...')}"
     batch = "" if row.largest_batch is None else f"; batch {row.largest_batch}"
     cost = "nothing" if row.cost == "none" else row.cost
     moved = "" if row.moved is None else f"; {format_bytes(row.moved)} elsewhere"

@@ -277,9 +277,12 @@ def result_of(child: Child[Told]) -> Told:
     return told
 
 
+NOT_PREDICTED = "predict: the step cannot be predicted"
+
+
 def _not_predicted(error: ChildError) -> RuntimeError:
     more = ", or allow more seconds by timeout=" if isinstance(error, LateError) else ""
-    return RuntimeError(f"predict: the step cannot be predicted: {error}{more}")
+    return RuntimeError(f"{NOT_PREDICTED}: {error}{more}")
 
 
 def _told(
@@ -346,8 +349,10 @@ def _adopt_all(adopt: Callable[[Any], None], model: nn.Module, optimizer: Optimi
             adopt(param)
         if type(param) is nn.Parameter:
             raise RuntimeError(
-                f"predict: the parameter {name} has real memory, as build() has made it in another "
-                "thread, in which nothing is fake. Make the model in the thread that calls build()"
+                f"predict: the parameter {name} has real memory: build() has made it in another "
+                "thread, in which nothing is fake, or it is of a kind of which there are no fakes. "
+                "Make the model in the thread that calls build(), and its hooks and its optimizer "
+                "once its weights are there"
             )
 
 

@@ -89,6 +89,27 @@ def test_an_optimizer_that_was_refused_is_none_of_ours():
     assert ms.in_backward(optimizer) is optimizer
 
 
+class ByTable(torch.optim.SGD):
+    """Reads its rates from a table, which is larger than a parameter."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.rates = lr * torch.linspace(0, 2, 10_001)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] = float(self.rates[5_000])
+        return super().step(closure)
+
+
+def test_a_table_of_an_optimizer():
+    ours, theirs = pair(lambda params: ByTable(params, lr=0.1))
+    for number in range(3):
+        step(*ours, number)
+        step(*theirs, number)
+    assert_same(ours, theirs)
+
+
 def test_a_thread_of_its_own():
     ours, theirs = pair(SGD)
     for number in range(3):

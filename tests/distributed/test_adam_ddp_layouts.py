@@ -128,8 +128,10 @@ def beside_another():
 def moved_afterwards():
     """The memory format is changed when DDP has been made."""
     said = []
+    formats = torch.contiguous_format, torch.channels_last
     for views, unused, late in itertools.product((False, True), (False, True), (False, True)):
-        net = nn.Conv2d(3, 5, 3)
+        first, then = formats if views else formats[::-1]
+        net = nn.Conv2d(3, 5, 3).to(memory_format=first)
         ddp = DistributedDataParallel(
             net, gradient_as_bucket_view=views, find_unused_parameters=unused
         )
@@ -139,7 +141,7 @@ def moved_afterwards():
             ddp(part(0)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        ddp.to(memory_format=torch.channels_last)
+        ddp.to(memory_format=then)
         before = values(net)
         try:
             ddp(part(0)).sum().backward()

@@ -255,6 +255,6 @@ def steps_what_a_recompute_needs():
 
 @pytest.mark.skipif(not ms._native.available, reason="remat keeps everything")
 def test_shards_that_a_recompute_still_needs_are_no_reason_to_wait():
-    """All processes clip the same gradients together: one that left some out would be waited for."""
-    for error in errors_of_ranks(2, steps_what_a_recompute_needs):
-        assert "is to be computed again" in error or "Connection closed" in error
+    """All processes clip the same gradients together: one that left some out is waited for."""
+    errors = errors_of_ranks(2, steps_what_a_recompute_needs)
+    assert all(errors) and any("is to be computed again" in error for error in errors)

@@ -1,5 +1,7 @@
 """Operators that are computed again, and what no recorder sees: the bits of plain autograd."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from helpers import Wrapper
@@ -8,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import memsave_ext as ms
 from memsave_ext import CheckpointError
 
 
@@ -296,9 +299,13 @@ class Writes(torch.autograd.Function):
         return grad * x.sign() * 2
 
 
+class WritesToo(Writes):
+    """What one Function is known by is its name."""
+
+
 @pytest.mark.parametrize("shape", [(8, 8), (4, 9)])
 def test_a_function_that_writes_what_it_was_given_without_a_word(shape):
-    """Its first call tells, of each shape."""
+    """Its first call tells."""
     w = nn.Parameter(torch.randn(shape))
 
     def program(block):
@@ -319,12 +326,36 @@ def test_a_function_that_writes_what_is_from_outside_without_a_word():
         x = given.clone()
         with block():
             y = (w * x.sin()).exp()
-            Writes.apply(x)
+            WritesToo.apply(x)
         return torch.autograd.grad(y.sum(), w)
 
     with pytest.raises(CheckpointError, match=r"aten::sin is to be computed again, but"):
         check(program)
     for _ in range(2):  # it is known by now
+        check(program)
+
+
+def test_what_else_a_function_that_writes_is_given_is_not_copied():
+    """Each argument is looked at by itself."""
+    w, table = nn.Parameter(torch.randn(6, 6)), torch.randn(512, 512)
+
+    class Adds(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, table):
+            x.detach().numpy()[...] += table.numpy()[:6, :6]
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, None
+
+    def program(block):
+        with block():
+            y = Adds.apply(w.tanh() + 1, table) * table.sin()[:6, :6]
+            z = y.sin().exp()
+        return torch.autograd.grad(z.sum(), w)
+
+    for _ in range(3):
         check(program)
 
 
@@ -343,6 +374,23 @@ def test_a_mode_that_decides_what_operators_give():
         return torch.autograd.grad(z.sum(), w)
 
     check(program, drops=False)
+
+
+class Looks(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_under_a_mode_is_no_example_of_steps_without():
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
+    x = torch.randn(256, 64)
+    dropped = []
+    for mode in (Looks(), nullcontext(), nullcontext(), nullcontext()):
+        with mode, ms.remat(net, budget="700KB", ahead=False) as block:
+            loss = net(x).square().mean()
+        loss.backward()
+        dropped.append(block.figures().dropped_bytes)
+    assert dropped[0] == 0 and dropped[-1] > 0
 
 
 def test_parameters_that_are_changed_without_gradients_are_from_outside():
