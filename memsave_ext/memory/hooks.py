@@ -130,9 +130,8 @@ class Hooks:
 
         @not_compiled
         def hook(param: Tensor) -> None:
-            grad = param.grad
-            if grad is not None:
-                tensors = _parts(grad)
+            if param.grad is not None:
+                tensors = _parts(_values(param.grad))
                 label(tensors, GRADIENTS, [number] * len(tensors))
 
         # A gradient that exists in parts alone may go without it (csrc/adam/hook.h).
@@ -242,7 +241,12 @@ def _parts(value: Any) -> list[Tensor]:
 def _gradients(params: Numbered) -> list[tuple[Tensor, int]]:
     """Returns what is in ``.grad`` now, with its parameter's number."""
     leaves = ((p, number) for p, number in params.values() if p.is_leaf or p.retains_grad)
-    return [(p.grad, number) for p, number in leaves if p.grad is not None]
+    return [(_values(p.grad), number) for p, number in leaves if p.grad is not None]
+
+
+def _values(grad: Tensor) -> Tensor:
+    """Returns a gradient, of a sparse one the values: the indices may be the batch's."""
+    return grad._values() if grad.layout == torch.sparse_coo else grad
 
 
 def _is_elsewhere(state: Tensor, param: Any) -> bool:
