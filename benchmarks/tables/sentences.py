@@ -249,7 +249,7 @@ SENTENCES = (
     ),
     Sentence(
         "docs/linear_cross_entropy.md",
-        "it takes about {} of the time with `beta` 0 or 1",
+        "Liger takes about {} of this loss's time with `beta` 0 or 1",
         "linear_kl",
         liger,
         mean,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -205,7 +206,9 @@ class remat:  # noqa: N801, a context manager is used like a function
         try:
             recorded = not isinstance(self._recorder, NoRecorder)
             if recorded and (telling := tell(self._pure)):
-                stack.enter_context(telling)
+                ends = weakref.finalize(self, telling.close)  # at the latest: it may never be left
+                ends.atexit = False
+                stack.callback(ends)
             self._recorder.open(bytes_now, self._retry)
             if self._before is not None:
                 self._before.install(stack)
