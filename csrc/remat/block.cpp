@@ -29,6 +29,12 @@ namespace {
 
 thread_local Block* current = nullptr;
 
+struct EndOfThread {
+  ~EndOfThread() {
+    for (const auto& block : Block::all_open()) block->abandon();
+  }
+};
+
 bool records() {
   return current != nullptr && !Pause::is_on() && !current->is_paused() &&
          torch::autograd::get_current_graph_task_id() == -1;
@@ -108,6 +114,7 @@ std::vector<std::shared_ptr<Block>> Block::all_open() {
 }
 
 void Block::open(std::optional<int64_t> bytes, bool retry) {
+  static thread_local const EndOfThread at_end;
   outer_ = current;
   if (outer_ == nullptr) seconds_of_copy(0);  // measures it before any operator is timed
   pending_.emplace();
@@ -145,6 +152,11 @@ void Block::close() {
   if (!gives_way_) pending_.reset();
   if (step_) step_->left();
   let_go();
+}
+
+void Block::abandon() {
+  if (!gives_way_) pending_.reset();
+  if (step_) step_->abandon();
 }
 
 void Block::suspend() {

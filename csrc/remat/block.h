@@ -41,6 +41,8 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   // or on any other thread, are tried again once it has given memory back.
   void open(std::optional<int64_t> bytes = std::nullopt, bool retry = false);
   void close();
+  // Its thread has ended and never left it. Later steps are not to be counted beside its own.
+  void abandon();
   // Records nothing and saves nothing until resume(), as if it were not open: other blocks may open
   // and close meanwhile. It is this thread's innermost one.
   void suspend();

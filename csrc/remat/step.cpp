@@ -50,11 +50,7 @@ Step::Step(Budget budget, bool may_pass)
       bytes_(budget.bytes),
       missing_(budget.is_limit() ? 0 : kNothingCounts) {}
 
-Step::~Step() {
-  // It has not ended before: a backward of it has raised, of which no plan is to be made.
-  is_exact_ = false;
-  finish();
-}
+Step::~Step() { abandon(); }
 
 void Step::count(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gradients,
                  int64_t missing) {
@@ -488,6 +484,11 @@ void Step::stop() {
   fastest_.clear();
   times_.clear();
   shared_->end(nullptr, since_look_);
+}
+
+void Step::abandon() {
+  const std::lock_guard<Lock> lock(mutex_);
+  if (!finished_) stop();
 }
 
 void Step::finish() {

@@ -134,6 +134,9 @@ class Step {
   void given_up(const Freed& memory);
   // The step is over: the forward has ended and all its saved tensors are gone.
   void finish();
+  // It is over, and no plan is to be made of it: a backward of it has raised, or the thread of its
+  // forward has ended within the block. Does nothing after finish().
+  void abandon();
 
   // Figures, in bytes; 0 where they are not known yet.
   int64_t peak();         // until now

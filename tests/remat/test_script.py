@@ -1,8 +1,10 @@
 """Steps that go by the script of a proven plan: what the plan does not need passes unrecorded."""
 
 import contextlib
+import os
 import random
 import threading
+import time
 
 import pytest
 import torch
@@ -122,6 +124,32 @@ def test_what_factories_call_is_passed_over():
             went.append((passed(block), block.figures().operators))
         # None leaves its script, after which one is not used at once.
         assert sum(done > 0.9 * operators for done, operators in went) >= least, went
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_step_of_a_thread_that_has_ended_is_over(kept):
+    """Though its block was never left. Steps beside others go by no script."""
+    model, x = Program(), torch.randn(16, 24)
+    blocks = []
+
+    def work():
+        block = ms.remat(budget=0.5)
+        block.__enter__()
+        model(x)
+        with contextlib.suppress(ZeroDivisionError), ms.remat(budget=0.5):  # within it
+            raise ZeroDivisionError
+        if kept:
+            blocks.append(block)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # join() comes a little before
+        time.sleep(0.01)
+    for _ in range(10):
+        block = ms.remat(budget=0.5)
+        train(model, x, block)
+    assert passed(block)
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.9, 0.6, 0.3, None])
