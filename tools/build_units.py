@@ -1,4 +1,4 @@
-"""What is compiled at once: a few sources of a room as one file, written beside the objects.
+"""What is compiled at once: the sources of a room as one file, written beside the objects.
 
 torch's headers take the compiler some twenty seconds, most of our sources one or two.
 """
@@ -12,9 +12,8 @@ from pathlib import Path, PurePosixPath
 INSTRUCTION_SETS = {"baseline": 16, "avx2": 32, "avx512": 64}
 LOOPS = "vector_loops.h"
 BEGIN, END = "csrc/vector/target_begin.h", "csrc/vector/target_end.h"
-# The first source of a file costs twenty seconds, the others one or two each. With all of a large
-# room in one, every change in it would take longer than that.
-MOST_SOURCES = 13
+# Rooms of up to so many sources, and module.cpp, which is in none, are one file together.
+SMALL = 6
 
 
 def units(sources: list[str], headers: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -31,19 +30,13 @@ def units(sources: list[str], headers: list[str]) -> tuple[list[str], dict[str, 
         else:
             rooms.setdefault(path.parts[1], []).append(_include(source))
     written: dict[str, str] = {}
-    for header in headers:
+    for room, includes in rooms.items():
+        name = f"{room if len(includes) > SMALL else 'others'}.cpp"
+        written[name] = written.get(name, "") + "".join(includes)
+    for header in headers:  # last: they take the least time each
         if PurePosixPath(header).name == LOOPS:
             room = PurePosixPath(header).parts[1]
             written |= {f"{room}_{isa}.cpp": _loops(header, isa) for isa in INSTRUCTION_SETS}
-    # Small rooms, and module.cpp, which is in none, are one file together.
-    small = [room for room, includes in rooms.items() if len(includes) <= MOST_SOURCES // 2]
-    files = {room: includes for room, includes in rooms.items() if room not in small}
-    files["others"] = [include for room in small for include in rooms[room]]
-    for name, includes in files.items():
-        parts = -(-len(includes) // MOST_SOURCES)
-        for i in range(parts):
-            part = includes[i * len(includes) // parts : (i + 1) * len(includes) // parts]
-            written[f"{name}_{i + 1}.cpp"] = "".join(part)
     return alone, written
 
 

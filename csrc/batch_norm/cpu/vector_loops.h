@@ -72,19 +72,26 @@ struct Vectors {
 };
 
 // Calls body(column, size, Vectors) for the vectors that make up `width` values. The first `head`
-// and the last ones come one by one, those between them a cache line at a time.
+// and the last ones come one by one, those between them a cache line at a time. Values may be taken
+// again where a whole vector ends with the row, but not those that were streamed.
 template <typename Storage, typename Size, typename Body>
 MEMSAVE_EXT_INLINED inline void for_lines(int64_t head, int64_t width, Size size,
                                           const Body& body) {
-  const auto one = [&](int64_t column, auto of_one, int)
-                       MEMSAVE_EXT_INLINED { body(column, of_one, Vectors<1>{}); };
-  for_vectors<Storage, 1>(0, head, 0, one);
-  int64_t column = head;
-  for (; column + kLineValues<Storage> <= width; column += kLineValues<Storage>) {
-    body(column, size, Vectors<kLineVectors<Storage>>{});
+  constexpr int64_t lanes = kLanes<Storage>;
+  int64_t column = 0, end = head;
+  for (int side = 0; side < 2; ++side) {  // not a function called twice: it is compiled once
+    const int64_t lowest = std::is_same_v<Size, Streamed> ? column : 0;
+    const int64_t whole_until = kOverlaps && end - lanes >= lowest ? end : end - lanes + 1;
+    for (; column < whole_until; column += lanes) {
+      body(column + lanes <= end ? column : end - lanes, Whole{}, Vectors<1>{});
+    }
+    if (column < end) body(column, Part{(end - column) & (lanes - 1)}, Vectors<1>{});
+    if (side > 0) break;
+    for (column = head; column + kLineValues<Storage> <= width; column += kLineValues<Storage>) {
+      body(column, size, Vectors<kLineVectors<Storage>>{});
+    }
+    end = width;
   }
-  // What was streamed is not to be touched again.
-  for_vectors<Storage, 1>(column, width, std::is_same_v<Size, Streamed> ? column : 0, one);
 }
 
 // The coefficients of one channel; with `channels_last`, of a vector of channels from that one on.
