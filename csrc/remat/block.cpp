@@ -836,9 +836,7 @@ void Block::look_at_given(Recording& scope, const at::RecordFunction& function) 
       one.bits = bits_of(one.tensor);
       scope.given.push_back(one);
     } else if (written->test(std::min(one.position, written->size() - 1))) {
-      for (Block* block = this; block != nullptr; block = block->outer_) {
-        block->note_hidden_write(one.tensor);
-      }
+      note_hidden_write(one.tensor);
     }
   }
 }
@@ -1048,20 +1046,20 @@ void Block::note_hidden_writes(const Operator& op, const at::RecordFunction& fun
   const bool trains = op.is_torch_batch_norm && trains_batch_norm(inputs);
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (!op.may_write(i) && !(trains && is_running_statistic(i))) continue;
-    for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t) {
-      for (Block* block = this; block != nullptr; block = block->outer_) {
-        block->note_hidden_write(tensor);
-      }
-    });
+    for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t) { note_hidden_write(tensor); });
   }
 }
 
+// Of memory that is about to be written unseen, in this block and those around it.
 void Block::note_hidden_write(const at::Tensor& tensor) {
-  if (!is_plain(tensor) || table_.find(storage_of(tensor)) == table_.end()) return;
+  if (!is_plain(tensor)) return;
   // If the operator around this one writes there too, made() gives the new content its call.
   const Writing writing(storage_of(tensor));
-  before_write(tensor);
-  renew(tensor);
+  for (Block* block = this; block != nullptr; block = block->outer_) {
+    if (block->table_.count(storage_of(tensor)) == 0) continue;
+    block->before_write(tensor);
+    block->renew(tensor);
+  }
 }
 
 // Copies the tensor's memory, about to be written, if dropped contents are computed from it.

@@ -90,26 +90,21 @@ def plainly():
     return found
 
 
-def attached():
+def attached(detaches=False):
     found = {}
     for kind, views, unused in KINDS:
         ddp = wrapped(views, unused)
         optimizer = stepped_by(kind, ddp.parameters())
         optimizer.attach(ddp)
+        if detaches:
+            optimizer.remove_hooks()
         found[kind, views, unused] = train(ddp, [optimizer])
     return found
 
 
 def detached():
     """After remove_hooks() gradients are in .grad."""
-    found = {}
-    for kind, views, unused in KINDS:
-        ddp = wrapped(views, unused)
-        optimizer = stepped_by(kind, ddp.parameters())
-        optimizer.attach(ddp)
-        optimizer.remove_hooks()
-        found[kind, views, unused] = train(ddp, [optimizer])
-    return found
+    return attached(detaches=True)
 
 
 def beside_another():
