@@ -286,8 +286,9 @@ void Backward::flush(Bucket& bucket, bool all) {
   accumulators.reserve(bucket.waiting.size());
   for (auto& waiting : bucket.waiting) {
     if (waiting.parameter->entry->waits_in != this) continue;  // was forgotten
-    // Of those that ask, all processes flush the same ones. Where a recompute still needs one here,
-    // it raises: the others know nothing of it, and would wait for this process.
+    // To step shards that ask is a collective, so all processes must flush the same ones. One that
+    // a recompute still needs is flushed, too, and the recompute raises: kept back, it would leave
+    // the other processes waiting.
     if (!all && bucket.kind != Kind::kShardsThatAsk && is_awaited(*waiting.parameter)) {
       stays.push_back(std::move(waiting));
       continue;
@@ -295,8 +296,9 @@ void Backward::flush(Bucket& bucket, bool all) {
     if (!waiting.local_grad.defined()) accumulators.push_back(std::move(waiting.accumulator));
     goes.push_back(&waiting);
   }
-  // In one order, as backwards of several threads have the same gradients in any. That only one of
-  // them flushes at a time, with the collector's lock, is all that would keep them apart otherwise.
+  // By their addresses: backwards on several threads may have the same gradients in different
+  // orders, and would wait for each other's locks. Only that one of them flushes at a time, with
+  // the collector's lock, would keep them apart otherwise.
   std::sort(accumulators.begin(), accumulators.end(),
             [](const NodePtr& a, const NodePtr& b) { return std::less<>()(a.get(), b.get()); });
   std::deque<GradLock> locks;  // held until the gradients are freed

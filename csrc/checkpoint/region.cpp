@@ -116,7 +116,8 @@ void Region::finish_forward(PyObject* outputs) {
     pending_.emplace();
   }
   if (stop_at_last_save_ && !slots_.empty()) {
-    // What the function has changed after the last save, a recompute that ran on would change, too.
+    // If the function changes the last saved tensor after it was saved, the recompute must stop at
+    // the save: running on, it would change it again.
     const bool is_changed = last_save_version_.enabled() &&
                             last_save_version_.current_version() != slots_.back().version;
     stop_at_last_save_ = (is_changed || worth_stopping(last_save_sequence_nr_, last_save_numel_)) &&
@@ -197,7 +198,7 @@ at::Tensor Region::take(const BackwardKey& key, size_t index) {
       values_.erase(values);
     }
   }
-  // Autograd looks at versions where no hooks are.
+  // Without hooks autograd itself would compare the versions.
   if (options_.check_determinism && version_of(tensor) != version) {
     throw_error("value_changed", index, version, version_of(tensor), on_error_);
   }

@@ -524,8 +524,8 @@ bool Block::passes(const Operator& op, c10::ArrayRef<const c10::IValue> inputs, 
   return true;
 }
 
-// Of an operator that passes and writes: it may call others that are recorded before it does, as
-// autograd clones what it changes and needs.
+// For an operator that is not recorded but writes. Before it writes it may call operators that are
+// recorded, such as the clone that autograd makes of a tensor it still needs.
 std::unique_ptr<Block::Recording> Block::start_write(const Operator& op,
                                                      const at::RecordFunction& function) {
   sweep();
@@ -548,10 +548,7 @@ void Block::begin_write(Recording& recording, const at::Tensor& tensor) {
   recording.writing.emplace_back(storage_of(tensor));
   before_write(tensor);
   recording.written.push_back({tensor, checkpoint::version_of(tensor), storage_of(tensor)});
-  // Blocks around this one do not see the operator.
-  for (Block* block = outer_; block != nullptr; block = block->outer_) {
-    block->note_hidden_write(tensor);
-  }
+  if (outer_ != nullptr) outer_->note_hidden_write(tensor);  // they do not see the operator
 }
 
 // Memory that was written gets a new content, returned or not, before any is decided on: nothing
@@ -598,6 +595,68 @@ bool Block::refer(Recording& recording, const at::Tensor& tensor, size_t argumen
   return true;
 }
 
+// Whether a second call with these arguments would give the same. Of an operator that draws random
+// numbers it notes their state.
+bool Block::is_repeatable(Recording& recording, c10::ArrayRef<const c10::IValue> inputs) const {
+  const Operator& op = *recording.call->op;
+  // What is never recomputed needs no arguments recorded.
+  if (!op.is_repeatable || (op.is_heavy && !step_)) return false;
+  if (op.has_failed || is_in_library()) return false;
+  // Dropout changes its state unseen.
+  if (op.dropout_state && inputs[*op.dropout_state].isTensor() &&
+      inputs[*op.dropout_state].toTensor().defined()) {
+    return false;
+  }
+  // In evaluation a batch norm reads running statistics, which change unseen.
+  if (op.is_torch_batch_norm && !trains_batch_norm(inputs) && inputs.size() > 3 &&
+      inputs[3].isTensor()) {
+    return false;
+  }
+  if (!(op.is_random || op.draws) || recording.is_mask) return true;
+  recording.call->random = Random::of(op, inputs);
+  return recording.call->random.has_value();
+}
+
+// What the call is to be repeated under.
+void Block::note_settings(Call& call) {
+  const checkpoint::Settings settings =
+      checkpoint::Settings::capture(call.op->makes_no_products ? settings_.get() : nullptr);
+  if (!settings_ || !(*settings_ == settings))
+    settings_ = std::make_shared<checkpoint::Settings>(settings);
+  call.settings = settings_;
+  call.steps_before = checkpoint::steps_so_far();
+}
+
+// Begins what the operator writes, and refers the call to what it reads.
+void Block::note_arguments(Recording& recording, c10::ArrayRef<const c10::IValue> inputs) {
+  Call& call = *recording.call;
+  const Operator& op = *call.op;
+  const bool trains = op.is_torch_batch_norm && trains_batch_norm(inputs);
+  if (recording.repeatable) call.arguments.reserve(inputs.size());
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const bool writes = op.may_write(i);
+    // A batch norm is recomputed without its running statistics.
+    const bool left_out =
+        (trains && is_running_statistic(i)) || (op.is_package_batch_norm && (i == 5 || i == 6));
+    if (writes || left_out) {
+      for_tensors(inputs[i],
+                  [&](const at::Tensor& tensor, int64_t) { begin_write(recording, tensor); });
+    }
+    if (!recording.repeatable) {
+      for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t) {
+        if (is_plain(tensor)) entry_of(tensor);
+      });
+      continue;
+    }
+    if (inputs[i].isOptionalTensorList() && writes) recording.repeatable = false;
+    call.arguments.push_back(without_tensors(inputs[i]));
+    if (!holds_tensors(inputs[i]) || left_out) continue;
+    for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t element) {
+      recording.repeatable = refer(recording, tensor, i, element) && recording.repeatable;
+    });
+  }
+}
+
 std::unique_ptr<Block::Recording> Block::start(const Operator& op,
                                                c10::ArrayRef<const c10::IValue> inputs) {
   ++recorded_;
@@ -609,58 +668,12 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   Call& call = *recording->call;
   call.op = &op;
   call.module = has_script() ? recording->began.module : running_module();
-  // What is never recomputed needs no arguments recorded.
-  recording->repeatable = op.is_repeatable && (!op.is_heavy || step_);
-  if (is_changed_by_mode()) {
-    recording->repeatable = false;
-    if (step_) step_->is_no_example();
-  }
-  if (recording->repeatable && (op.has_failed || is_in_library())) recording->repeatable = false;
   recording->is_mask = op.makes_mask && !inputs.empty() && inputs[0].toTensor().is_cpu();
-  if ((op.is_random || op.draws) && !recording->is_mask && recording->repeatable) {
-    call.random = Random::of(op, inputs);
-    recording->repeatable = call.random.has_value();
-  }
-  if (op.dropout_state && inputs[*op.dropout_state].isTensor() &&
-      inputs[*op.dropout_state].toTensor().defined()) {
-    recording->repeatable = false;  // dropout changes it unseen
-  }
-  const bool trains = op.is_torch_batch_norm && trains_batch_norm(inputs);
-  if (op.is_torch_batch_norm && !trains && inputs.size() > 3 && inputs[3].isTensor()) {
-    recording->repeatable = false;  // it reads running statistics, which change unseen
-  }
-  if (recording->repeatable) {
-    const checkpoint::Settings settings =
-        checkpoint::Settings::capture(op.makes_no_products ? settings_.get() : nullptr);
-    if (!settings_ || !(*settings_ == settings))
-      settings_ = std::make_shared<checkpoint::Settings>(settings);
-    call.settings = settings_;
-    call.steps_before = checkpoint::steps_so_far();
-    call.arguments.reserve(inputs.size());
-  }
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    const bool writes = op.may_write(i);
-    // A batch norm is recomputed without its running statistics.
-    const bool left_out =
-        (trains && is_running_statistic(i)) || (op.is_package_batch_norm && (i == 5 || i == 6));
-    if (writes || left_out) {
-      for_tensors(inputs[i],
-                  [&](const at::Tensor& tensor, int64_t) { begin_write(*recording, tensor); });
-    }
-    if (!recording->repeatable) {
-      for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t) {
-        if (is_plain(tensor)) entry_of(tensor);
-      });
-      continue;
-    }
-    if (inputs[i].isOptionalTensorList() && writes) recording->repeatable = false;
-    call.arguments.push_back(without_tensors(inputs[i]));
-    if (!holds_tensors(inputs[i])) continue;
-    if (left_out) continue;
-    for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t element) {
-      recording->repeatable = refer(*recording, tensor, i, element) && recording->repeatable;
-    });
-  }
+  const bool is_changed = is_changed_by_mode();
+  if (is_changed && step_) step_->is_no_example();
+  recording->repeatable = !is_changed && is_repeatable(*recording, inputs);
+  if (recording->repeatable) note_settings(call);
+  note_arguments(*recording, inputs);
   if (op.is_library && recording->repeatable) begin_proof(*recording, inputs);
   recording->born = call.born = contents_so_far();
   call.device = device_of(inputs, step_ ? budget_->device : at::Device(at::kCPU));
@@ -841,8 +854,8 @@ void Block::look_at_given(Recording& scope, const at::RecordFunction& function) 
   }
 }
 
-// What it made and saved, or made again by its call, is known. The rest is what it returns, which
-// is let go or saved soon, or what lies on its ctx.
+// Contents that it saved, or that have a call, are known already. What is left is either a result,
+// which is soon freed or saved, or is kept on ctx.
 void Block::end_scope(Recording& scope) {
   scopes_.erase(std::remove(scopes_.begin(), scopes_.end(), &scope), scopes_.end());
   ArgumentBits written;
@@ -913,8 +926,8 @@ void Block::end(Recording& recording, const std::vector<c10::IValue>& outputs) {
       recording.repeatable = refer(recording, outputs[1].toTensor(), kStatistics, -1);
     }
   }
-  // Where a plan makes a chain too long, the step is still the one that was planned: what ends the
-  // chain has to be kept, of which the next plan knows.
+  // If a plan has made the chain too long, its end is kept from now on, and the trace says so to
+  // the next plan. The step still counts as planned.
   const bool is_traced = recording.repeatable;
   if (depth > (step_ ? kDeepestPlanned : kDeepest)) recording.repeatable = false;
   end_write(recording);

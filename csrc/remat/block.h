@@ -146,6 +146,9 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   std::unique_ptr<Recording> start(const Operator& op, c10::ArrayRef<const c10::IValue> inputs);
   bool is_in_library() const;
   int32_t running_module() const;
+  bool is_repeatable(Recording& recording, c10::ArrayRef<const c10::IValue> inputs) const;
+  void note_settings(Call& call);
+  void note_arguments(Recording& recording, c10::ArrayRef<const c10::IValue> inputs);
   void begin_proof(Recording& recording, c10::ArrayRef<const c10::IValue> inputs);
   void end_proof(Recording& recording, const std::vector<c10::IValue>& outputs);
   std::unique_ptr<Recording> start_write(const Operator& op, const at::RecordFunction& function);

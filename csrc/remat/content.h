@@ -185,7 +185,7 @@ struct Content : std::enable_shared_from_this<Content> {
   // Of tensors on the memory that came back the latest time: who is given one may keep it, as
   // autograd does that makes a gradient of it, and write there.
   c10::VariableVersion given{c10::VariableVersion::DISABLED};
-  uint64_t walk = 0;                  // the latest one over what contents need that came by
+  uint64_t walk = 0;                  // number of the latest walk that has visited it
   int64_t unopened = 0;               // holders that have not opened the latest recompute
   std::shared_ptr<store::Away> away;  // in kLeaving, kAway and kBack
 

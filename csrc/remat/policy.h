@@ -8,10 +8,14 @@
 
 namespace memsave_ext::remat {
 
-// What a block drops: nothing, to measure what recording costs; what is cheap to recompute; or, for
-// tests, everything that can be recomputed; nothing yet, while the budget has room. kMove moves it
-// instead, and kBoth, for tests, every second one.
-enum class Drops { kNothing, kCheap, kEverything, kUntilFull, kMove, kBoth };
+enum class Drops {
+  kNothing,     // to measure what recording costs
+  kCheap,       // what is cheap to recompute
+  kEverything,  // in tests: whatever can be recomputed
+  kUntilFull,   // nothing, until the budget is full
+  kMove,        // nothing: it is moved to the store
+  kBoth,        // in tests: every second one is moved, the others are dropped
+};
 // What a step decides on a content.
 struct Choice {
   Drops drops;

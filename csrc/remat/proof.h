@@ -58,7 +58,7 @@ class Proof {
                std::vector<c10::IValue>& stack) const;
 
   const uint64_t key_;
-  const std::vector<c10::IValue> arguments_;  // the stack has no more of them than the results then
+  const std::vector<c10::IValue> arguments_;  // after the call the stack holds only the results
   const std::shared_ptr<const checkpoint::RngState> generators_;
   const std::vector<uint64_t> before_;  // bits_of() each tensor among the arguments
 };

@@ -15,16 +15,17 @@ namespace {
 // A block that is open for many steps would write down more and more of them, to no use.
 constexpr size_t kMostMoments = 100000;
 
-// In place of missing bytes, of steps within no budget, which do not count what lived before: their
-// memory is not that of the same step within one, whose plans would be made anew where both take
-// turns.
+// Steps without a budget do not count the memory that lived before them. This value of missing_
+// keeps them apart from the same steps within a budget: else each would replace the other's plans
+// whenever the two alternate.
 constexpr int64_t kNothingCounts = -1;
 
 uint64_t mix(uint64_t hash, uint64_t value) {
   return (hash ^ value) * 0x9E3779B97F4A7C15u + (hash << 6) + (hash >> 2);
 }
 
-// How a trace's saves stand for a content without a number: by its first one. And back.
+// A content that has no number yet is written into trace_.saves as -2 minus the position of its
+// first save. The function is its own inverse.
 int32_t as_save(int32_t save) { return -2 - save; }
 
 // Of an operator and the types and sizes of its arguments.
@@ -289,6 +290,55 @@ void Step::end_proof() {
   if (!shared_->count.asks()) peak_ = std::max(peak_, shared_->count.take(since_look_).peak);
 }
 
+// Writes down which contents a call reads, makes and writes.
+void Step::trace_call(Call& call, const Began& began) {
+  const auto number = static_cast<int32_t>(trace_.calls.size());
+  plan::TraceCall& traced = trace_.calls.emplace_back();
+  traced.op = call.op;
+  traced.module = call.module;
+  traced.moment = static_cast<int32_t>(trace_.moments.size());
+  if (static_cast<size_t>(began.position) < trace_.operators.size()) {
+    trace_.operators[began.position].call = number;
+  }
+  const auto once = [](auto& list, int32_t value) {
+    if (std::find(list.begin(), list.end(), value) == list.end()) list.push_back(value);
+  };
+  for (const auto& reference : call.references) {
+    const int32_t read = number_of(*reference.content);
+    // Not only the shapes of what it reads count: x + x is another program than x + y.
+    hash_ = mix(hash_, static_cast<uint64_t>(read) + 1);
+    if (!reference.overwritten) once(traced.reads, read);
+  }
+  if (call.mask.defined()) traced.reads.push_back(add_bits(call.mask));
+  for (const bool in_place : {true, false}) {
+    for (const auto& made : call.made) {
+      const auto content = made.content.lock();
+      const bool changes = made.reference >= 0 && !call.references[made.reference].overwritten;
+      if (!content || changes != in_place) continue;
+      once(traced.makes, number_of(*content));
+      trace_.contents[content->number].call = number;
+      if (in_place) once(traced.writes, call.references[made.reference].content->number);
+    }
+  }
+  traced.seconds = time_of(call, began);
+  calls_.push_back(began.key);
+  call.number = number;
+}
+
+// The call's, which is given that of the step that is followed where it was not measured.
+double Step::time_of(Call& call, const Began& began) {
+  double measured = call.measured;
+  if (plan_ != nullptr && std::isinf(measured) && calls_.size() < followed_->trace.calls.size()) {
+    call.measured = call.seconds = followed_->trace.calls[calls_.size()].seconds;
+    if (!followed_->is_ahead) measured = call.measured;
+  }
+  if (!began.seconds) {
+    const auto [known, is_new] = fastest_.try_emplace(began.key, measured);
+    if (!is_new) known->second = std::min(known->second, measured);
+  }
+  return measured;
+}
+
 int64_t Step::ended(Call* call, const Began& began, std::unique_ptr<DeviceTime> time) {
   const std::lock_guard<Lock> lock(mutex_);
   if (finished_ || script_) return 0;
@@ -297,48 +347,7 @@ int64_t Step::ended(Call* call, const Began& began, std::unique_ptr<DeviceTime> 
     stop();
     return 0;
   }
-  if (call != nullptr) {
-    plan::TraceCall& traced = trace_.calls.emplace_back();
-    traced.op = call->op;
-    traced.module = call->module;
-    traced.moment = static_cast<int32_t>(trace_.moments.size());
-    const auto number = static_cast<int32_t>(trace_.calls.size()) - 1;
-    if (static_cast<size_t>(began.position) < trace_.operators.size()) {
-      trace_.operators[began.position].call = number;
-    }
-    const auto once = [](auto& list, int32_t value) {
-      if (std::find(list.begin(), list.end(), value) == list.end()) list.push_back(value);
-    };
-    for (const auto& reference : call->references) {
-      const int32_t read = number_of(*reference.content);
-      // Not only the shapes of what it reads count: x + x is another program than x + y.
-      hash_ = mix(hash_, static_cast<uint64_t>(read) + 1);
-      if (!reference.overwritten) once(traced.reads, read);
-    }
-    if (call->mask.defined()) traced.reads.push_back(add_bits(call->mask));
-    for (const bool in_place : {true, false}) {
-      for (const auto& made : call->made) {
-        const auto content = made.content.lock();
-        const bool changes = made.reference >= 0 && !call->references[made.reference].overwritten;
-        if (!content || changes != in_place) continue;
-        once(traced.makes, number_of(*content));
-        trace_.contents[content->number].call = number;
-        if (in_place) once(traced.writes, call->references[made.reference].content->number);
-      }
-    }
-    double measured = call->measured;
-    if (plan_ != nullptr && std::isinf(measured) && calls_.size() < followed_->trace.calls.size()) {
-      call->measured = call->seconds = followed_->trace.calls[calls_.size()].seconds;
-      if (!followed_->is_ahead) measured = call->measured;
-    }
-    traced.seconds = measured;
-    if (!began.seconds) {
-      const auto [known, is_new] = fastest_.try_emplace(began.key, measured);
-      if (!is_new) known->second = std::min(known->second, measured);
-    }
-    calls_.push_back(began.key);
-    call->number = static_cast<int32_t>(trace_.calls.size()) - 1;
-  }
+  if (call != nullptr) trace_call(*call, began);
   ++trace_.forward;
   const int64_t temporary = add_moment();
   if (call != nullptr) trace_.calls.back().temporary = temporary;

@@ -32,7 +32,7 @@ struct Budget {
   // activations of a step that keeps everything.
   double share = 0;
   bool strict = false;   // a step that cannot keep to it is refused
-  bool is_more = false;  // `bytes` come to those of what lived before the step
+  bool is_more = false;  // `bytes` are added to those that lived before the step
   at::Device device{at::kCPU};
   // Where contents may be moved to, and how many bytes of them; null: nowhere.
   std::shared_ptr<store::Store> store = nullptr;
@@ -163,6 +163,8 @@ class Step {
   // The caller of these holds mutex_.
   int32_t number_of(Content& content);
   int32_t add_bits(const at::Tensor& bits);
+  void trace_call(Call& call, const Began& began);
+  double time_of(Call& call, const Began& began);
   void look_what_is_emptied();
   void look_what_is_held(std::optional<int32_t> moment);
   Count::Bytes take(std::optional<int32_t> mark = std::nullopt);
