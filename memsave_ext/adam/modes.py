@@ -14,6 +14,7 @@ from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ..elsewhere.gradients import Gradients
 from ..shared.dtensor import as_placed, is_dtensor, is_placed_alike, local_tensor
@@ -214,7 +215,7 @@ def check_group(group: dict[str, Any], rule: Rule) -> None:
             f"state_dtype={states.option!r} cannot be combined with amsgrad=True: choose one"
         )
     for param in listed(group["params"]):
-        _check_param(param, group.get("bf16"), states)
+        _check_param(param, group, states)
     if (place := group.get("states_on")) is not None:
         place.check(listed(group["params"]))
 
@@ -231,15 +232,22 @@ def refuse_twice(params: Any) -> None:
     seen: set[int] = set()
     for param in listed(params):
         if id(param) in seen:
-            raise ValueError(
-                f"a parameter of shape {list(param.shape)} is twice in a param group: leave one out"
-            )
+            raise ValueError(f"{_described(param)} is twice in a param group: leave one out")
         seen.add(id(param))
 
 
-def _check_param(param: Tensor, bf16: Any, states: StateFormat | None) -> None:
-    got = f"a parameter of {param.dtype} and shape {list(param.shape)}"
+def _described(param: Tensor) -> str:
+    if is_lazy(param):
+        return f"a parameter of {param.dtype} that has no shape yet"
+    return f"a parameter of {param.dtype} and shape {list(param.shape)}"
+
+
+def _check_param(param: Tensor, group: dict[str, Any], states: StateFormat | None) -> None:
+    got = _described(param)
     own = "Put it into a param group of its own, with"
+    if is_lazy(param) and group.get("states_on") is not None:  # which makes room for all at once
+        raise ValueError(f"states_on got {got}: call its module once, then make its optimizer")
+    bf16 = group.get("bf16")
     if bf16 is not None and param.dtype != torch.bfloat16:
         raise ValueError(f"bf16={bf16!r} is for bfloat16 parameters, got {got}. {own} bf16=None.")
     if states is not None and param.dtype not in states.params:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..shared.dtensor import local_tensor
@@ -72,12 +73,14 @@ class _Trial:
         left_out = ("state", "param_groups")  # which have one parameter's size, or all of them
         self._attributes = {k: v for k, v in optimizer.__dict__.items() if k not in left_out}
         self._state = optimizer.state
-        self._shapes = {p.shape for group in optimizer.param_groups for p in group["params"]}
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        self._shapes = {p.shape for p in params if not is_lazy(p)}
         self.groups: list[dict[str, Any]] = []
         self._like: list[list[Tensor]] = []
         self._with_states = False
         for group in optimizer.param_groups:
-            like = [p for p in group["params"] if p.requires_grad and not p.is_meta][:2]
+            real = (p for p in group["params"] if not (is_lazy(p) or p.is_meta))
+            like = [p for p in real if p.requires_grad][:2]
             if like and len(self.groups) < _MOST_GROUPS:
                 self._like.append([like[0], like[-1]])
                 self.groups.append(part_of(group, self._like[-1]))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from ..shared.dtensor import (
     as_placed,
@@ -58,8 +59,13 @@ class Gradients:
 
         Raises:
             OSError: there is no room for them.
-            ValueError: a parameter is on another device.
+            ValueError: a parameter is on another device, or has no shape yet.
         """
+        if any(map(is_lazy, params := list(params))):  # room is made for all gradients at once
+            raise ValueError(
+                "grads_on got a parameter that has no shape yet: call its module once, then make "
+                "its optimizer"
+            )
         params = [param for param in params if owner(param) is not optimizer]
         self._keeper.check(_real(params))
         # Room that those of before have given back is theirs.
