@@ -35,6 +35,23 @@ Unlisted unlisted_tensor(const Edge& edge, const Node* user) {
           user == nullptr ? std::string() : user->name()};
 }
 
+// Whether a gradient at the node reaches one of these edges.
+bool leads_to(Node* node, const std::vector<Edge>& edges) {
+  std::vector<Node*> pending = {node};
+  std::unordered_set<Node*> seen = {node};
+  while (!pending.empty()) {
+    node = pending.back();
+    pending.pop_back();
+    for (const auto& edge : node->next_edges()) {
+      if (std::find(edges.begin(), edges.end(), edge) != edges.end()) return true;
+      if (edge.is_valid() && seen.insert(edge.function.get()).second) {
+        pending.push_back(edge.function.get());
+      }
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
 RegionMark::RegionMark()
@@ -42,7 +59,7 @@ RegionMark::RegionMark()
       first_sequence_nr_(at::sequence_number::peek()) {}
 
 bool RegionMark::contains(const Node& node) const {
-  return node.thread_id() == thread_id_ && node.sequence_nr() >= first_sequence_nr_;
+  return is_of_thread(node) && node.sequence_nr() >= first_sequence_nr_;
 }
 
 std::vector<Unlisted> close_region(const RegionMark& mark, std::vector<Edge>& roots,
@@ -52,6 +69,7 @@ std::vector<Unlisted> close_region(const RegionMark& mark, std::vector<Edge>& ro
   std::unordered_set<Edge> reported;
   // By sequence number: there is one for each node that was made since the mark.
   std::vector<bool> visited(at::sequence_number::peek() - mark.first_sequence_nr());
+  std::unordered_set<Node*> of_other_threads;
   std::vector<Node*> pending;
 
   const auto follow = [&](Node* user, const Edge& edge) -> Edge {
@@ -62,6 +80,10 @@ std::vector<Unlisted> close_region(const RegionMark& mark, std::vector<Edge>& ro
     }
     Node* node = edge.function.get();
     const bool leaf = dynamic_cast<AccumulateGrad*>(node) != nullptr;
+    if (!leaf && !mark.is_of_thread(*node) && leads_to(node, listed)) {
+      if (of_other_threads.insert(node).second) pending.push_back(node);
+      return edge;
+    }
     if (leaf || !mark.contains(*node)) {
       if (reported.insert(edge).second) unlisted.push_back(unlisted_tensor(edge, user));
       return leaf ? edge : Edge();

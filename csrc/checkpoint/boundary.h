@@ -21,11 +21,15 @@ struct Unlisted {
 };
 
 // Tells the region's nodes from others: those that this thread made since the mark are the
-// region's; leaves and older nodes are outside.
+// region's; leaves and older nodes are outside. Of another thread's nodes, whose numbers say
+// nothing here, those are the region's that lead to what is listed.
 class RegionMark {
  public:
   RegionMark();
   bool contains(const torch::autograd::Node& node) const;
+  bool is_of_thread(const torch::autograd::Node& node) const {
+    return node.thread_id() == thread_id_;
+  }
   uint64_t first_sequence_nr() const { return first_sequence_nr_; }
 
  private:

@@ -24,7 +24,7 @@ bool fills_after_saving(const Node& node) {
   return begins_with_any(node.name(), rules().fills_after_saving);
 }
 
-bool last_save_is_filled_later(PyObject* outputs, uint64_t sequence_nr) {
+bool last_save_is_filled_later(PyObject* outputs, uint64_t sequence_nr, bool otherwise) {
   std::vector<Node*> pending;
   std::unordered_set<Node*> seen;
   for_each_tensor(outputs, [&](PyObject* tensor) {
@@ -41,7 +41,7 @@ bool last_save_is_filled_later(PyObject* outputs, uint64_t sequence_nr) {
       if (edge.is_valid()) pending.push_back(edge.function.get());
     }
   }
-  return false;
+  return otherwise;
 }
 
 bool worth_stopping(uint64_t sequence_nr, int64_t numel) {

@@ -13,8 +13,9 @@ namespace memsave_ext::checkpoint {
 bool fills_after_saving(const torch::autograd::Node& node);
 
 // Whether the node that saved last in the forward, numbered `sequence_nr` - 1, is such an
-// operation. Looks at the outputs' graph down to that number, which is the tail only.
-bool last_save_is_filled_later(PyObject* outputs, uint64_t sequence_nr);
+// operation; `otherwise` where it cannot be found. Looks at the outputs' graph down to that number,
+// which is the tail only.
+bool last_save_is_filled_later(PyObject* outputs, uint64_t sequence_nr, bool otherwise);
 
 // Stopping is an exception through C++ and Python, some 15 us. It is not worth it where the last
 // saved tensors are small and at most two operations follow. By sizes, not by a clock: the same

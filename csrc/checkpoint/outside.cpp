@@ -119,6 +119,31 @@ py::object dict_of(PyObject* object) {
   return dict;
 }
 
+// Calls use(name, value) for the attributes of a record: those in its dict, and a dataclass's in
+// slots. The record holds the values.
+template <typename Use>
+void for_each_attribute(PyObject* record, const Use& use) {
+  PyObject *name, *value;
+  Py_ssize_t position = 0;
+  if (const py::object dict = dict_of(record)) {
+    while (PyDict_Next(dict.ptr(), &position, &name, &value)) use(name, value);
+  }
+  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(record));
+  const auto fields =
+      py::reinterpret_steal<py::object>(PyObject_GetAttr(type, Types::get().dataclass_fields));
+  if (!fields) return PyErr_Clear();
+  position = 0;
+  while (PyDict_Next(fields.ptr(), &position, &name, &value)) {
+    const auto slot = py::reinterpret_steal<py::object>(PyObject_GetAttr(type, name));
+    if (!slot || Py_TYPE(slot.ptr()) != &PyMemberDescr_Type) {
+      PyErr_Clear();
+      continue;
+    }
+    const auto held = py::reinterpret_steal<py::object>(PyObject_GenericGetAttr(record, name));
+    held ? use(name, held.ptr()) : PyErr_Clear();  // it may not be set
+  }
+}
+
 // Wrapper subclasses, such as DTensor, have no memory of their own.
 bool is_wrapper(const at::Tensor& tensor) {
   return !tensor.has_storage() || tensor.layout() != at::kStrided ||
@@ -179,7 +204,7 @@ void add_inside(PyObject* object, std::vector<PyObject*>& found) {
       found.push_back(item.ptr());
     }
   } else if (is_record(object)) {
-    if (const py::object dict = dict_of(object)) add_inside(dict.ptr(), found);
+    for_each_attribute(object, [&](PyObject*, PyObject* value) { found.push_back(value); });
   }
 }
 
@@ -242,7 +267,7 @@ void TensorWalk::visit_inside(PyObject* object) {
     return;
   }
   if (is_record(object)) {
-    if (const py::object dict = dict_of(object)) visit_dict(dict.ptr());
+    for_each_attribute(object, [&](PyObject* name, PyObject* value) { visit(value, name); });
   }
 }
 
@@ -351,7 +376,12 @@ std::string TensorWalk::name() const {
 }
 
 OutsideTensors::Noted OutsideTensors::Noted::of(const at::Tensor& tensor, size_t place) {
-  return {tensor.unsafeGetTensorImpl(), weak_storage_of(tensor), version_of(tensor), place, false};
+  return {tensor.unsafeGetTensorImpl(),
+          weak_storage_of(tensor),
+          version_of(tensor),
+          tensor.requires_grad(),
+          place,
+          false};
 }
 
 bool OutsideTensors::Noted::is(const at::Tensor& other) const {
@@ -360,7 +390,8 @@ bool OutsideTensors::Noted::is(const at::Tensor& other) const {
 }
 
 bool OutsideTensors::Noted::is_as_it_was(const at::Tensor& other) const {
-  return is(other) && version == version_of(other);
+  // What autograd saves depends on what needs a gradient.
+  return is(other) && version == version_of(other) && requires_grad == other.requires_grad();
 }
 
 const OutsideTensors::Noted* OutsideTensors::Cursor::at(size_t place) {

@@ -111,6 +111,7 @@ class OutsideTensors {
     const c10::TensorImpl* tensor;  // only compared, may be dangling
     WeakStorage storage;
     uint32_t version;
+    bool requires_grad;
     size_t place;
     bool changed_by_forward;  // and not made by it, where there was none
 

@@ -35,15 +35,21 @@ bool Slot::is_storage_of(const at::Tensor& tensor) const {
 
 RegionArgument RegionArgument::of(PyObject* argument) {
   if (!THPVariable_Check(argument)) {
-    return {{}, weak_storage({}), 0, py::reinterpret_borrow<py::object>(argument)};
+    return {{}, weak_storage({}), 0, false, py::reinterpret_borrow<py::object>(argument)};
   }
   const at::Tensor& tensor = THPVariable_Unpack(argument);
-  return {save_input(tensor), weak_storage(tensor), version_of(tensor), {}};
+  return {save_input(tensor), weak_storage(tensor), version_of(tensor), tensor.requires_grad(), {}};
 }
 
 at::Tensor RegionArgument::unpack() const {
   const py::gil_scoped_release no_gil;
-  return tensor.unpack();
+  at::Tensor found = tensor.unpack();
+  // A leaf's may have been changed. What autograd saves depends on what needs a gradient.
+  if (found.requires_grad() != requires_grad) {
+    found = detached(found);
+    found.set_requires_grad(requires_grad);
+  }
+  return found;
 }
 
 std::optional<std::pair<uint32_t, uint32_t>> RegionArgument::change(const at::Tensor& now) const {
@@ -120,8 +126,9 @@ void Region::finish_forward(PyObject* outputs) {
     // the save: running on, it would change it again.
     const bool is_changed = last_save_version_.enabled() &&
                             last_save_version_.current_version() != slots_.back().version;
-    stop_at_last_save_ = (is_changed || worth_stopping(last_save_sequence_nr_, last_save_numel_)) &&
-                         !last_save_is_filled_later(outputs, last_save_sequence_nr_);
+    stop_at_last_save_ =
+        (is_changed || worth_stopping(last_save_sequence_nr_, last_save_numel_)) &&
+        !last_save_is_filled_later(outputs, last_save_sequence_nr_, /*otherwise=*/!is_changed);
   }
 }
 

@@ -42,10 +42,11 @@ struct RegionArgument {
   torch::autograd::SavedVariable tensor;
   WeakStorage storage;
   uint32_t version;
+  bool requires_grad;
   pybind11::object other;  // set when the argument is not a tensor
 
   static RegionArgument of(PyObject* argument);
-  at::Tensor unpack() const;  // releases the GIL meanwhile
+  at::Tensor unpack() const;  // needs a gradient as in the forward; releases the GIL meanwhile
   // The versions in the forward and now, where it was changed in place; `now` is what unpack()
   // gave.
   std::optional<std::pair<uint32_t, uint32_t>> change(const at::Tensor& now) const;

@@ -168,12 +168,14 @@ Functions& functions() {
   return all;
 }
 
-// Python raises what is interrupted here once it can.
-void pass_on(PyObject* type) {
+// Whether Python was interrupted, which raises that again once it can.
+bool passes_on(PyObject* type) {
   const pybind11::gil_scoped_acquire gil;
-  if (type != nullptr && PyErr_GivenExceptionMatches(type, PyExc_KeyboardInterrupt) != 0) {
-    PyErr_SetInterrupt();
+  if (type == nullptr || PyErr_GivenExceptionMatches(type, PyExc_KeyboardInterrupt) == 0) {
+    return false;
   }
+  PyErr_SetInterrupt();
+  return true;
 }
 
 }  // namespace
@@ -261,9 +263,9 @@ bool Proof::succeeds(Call& call, const std::vector<c10::IValue>& results) const 
   } catch (const std::bad_alloc&) {
     return false;
   } catch (const python_error& error) {
-    pass_on(error.type);
+    if (passes_on(error.type)) return false;  // which says nothing of the operator
   } catch (const pybind11::error_already_set& error) {
-    pass_on(error.type().ptr());
+    if (passes_on(error.type().ptr())) return false;
   } catch (const std::exception&) {
   }
   if (is_proved) {

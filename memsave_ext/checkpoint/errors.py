@@ -165,7 +165,8 @@ def needs_itself() -> RuntimeError:
 def describe_change(tensor: Tensor, name: str, before: int | None, now: int) -> str:
     """How a tensor changed. ``before`` is its version in the forward, None for another tensor."""
     replaced = "replaced: the forward had another tensor there"
-    what = replaced if before is None else _modified(before, now)
+    flag = f"its requires_grad was changed, and is {tensor.requires_grad} in the recompute"
+    what = replaced if before is None else flag if before == now else _modified(before, now)
     return f"{name} ({_describe(tensor.shape, tensor.dtype)}): {what}"
 
 

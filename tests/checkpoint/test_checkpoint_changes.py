@@ -20,12 +20,27 @@ class Batch:
     more: object = None
 
 
+@dataclasses.dataclass(slots=True)
+class Slots:
+    mask: torch.Tensor
+    unset: object = dataclasses.field(init=False)
+
+
 class Method:
     def __init__(self, block):
         self.block = block
 
     def run(self, x):
         return self.block(x).sin()
+
+
+@contextlib.contextmanager
+def engine_hooks_are(used):
+    before = ms.use_engine_hooks(used)
+    try:
+        yield
+    finally:
+        ms.use_engine_hooks(before)
 
 
 factor = torch.ones(4)  # a global that functions below name
@@ -42,6 +57,9 @@ READS = {
     "in a dict": lambda x, m: ms.checkpoint(lambda x, d: x * (d["a"]["b"] + 1), x, {"a": {"b": m}}),
     "in a dataclass": lambda x, m: ms.checkpoint(
         lambda x, b: x * (b.more[0].mask + 1), x, Batch(x, (Batch(m),))
+    ),
+    "in a dataclass with slots": lambda x, m: ms.checkpoint(
+        lambda x, b: x * (b.more.mask + 1), x, Batch(x, Slots(m))
     ),
     "closure": lambda x, m: ms.checkpoint(lambda x: x * (m + 1), x),
     "closure of a closure": lambda x, m: ms.checkpoint(
@@ -522,18 +540,9 @@ def implicit(function, x, v):
 @pytest.mark.parametrize("run", [explicit, implicit])
 @pytest.mark.parametrize("engine_hooks", [False, True])
 def test_a_parameter_stepped_before_a_region_reads_it_again(run, engine_hooks):
-    before = ms.use_engine_hooks(engine_hooks)
-    try:
-        with (
-            state_unchanged(),
-            pytest.raises(
-                ms.CheckpointError,
-                match="parameter 0 of an optimizer, which stepped it",
-            ),
-        ):
-            stepped(run, True, small_bytes=0)
-    finally:
-        ms.use_engine_hooks(before)
+    error = pytest.raises(ms.CheckpointError, match="parameter 0 of an optimizer, which stepped it")
+    with engine_hooks_are(engine_hooks), state_unchanged(), error:
+        stepped(run, True, small_bytes=0)
     expected = stepped(lambda f, x, v: f(x), False)
     assert_equal(expected, stepped(run, True))  # small: they wait until backward ends
     assert_equal(expected, stepped(run, False))
@@ -776,3 +785,50 @@ def test_modules_with_many_members():
         params[0].add_(1)
     with pytest.raises(ms.CheckpointError, match="modified by an inplace"):
         y.sum().backward()
+
+
+class Frozen(nn.Module):
+    """The second of these saves a tensor more where the first one needs a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Linear(8, 8, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return self.second(self.first(x)).tanh()
+
+
+@pytest.mark.parametrize("engine_hooks", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_parameter_that_is_frozen_or_unfrozen_before_backward(engine_hooks, frozen):
+    model, x = Frozen(), torch.randn(8, 8)
+    model.first.weight.requires_grad_(not frozen)
+    with engine_hooks_are(engine_hooks):
+        out = ms.checkpoint(model, x)
+        model.first.weight.requires_grad_(frozen)
+        with pytest.raises(
+            ms.CheckpointError,
+            match=rf"first\.weight .*: its requires_grad was changed, and is {frozen} in the",
+        ):
+            torch.autograd.grad(out.sum(), model.second.weight)
+        model.first.weight.requires_grad_(not frozen)
+        torch.autograd.grad(ms.checkpoint(model, x).sum(), model.second.weight)
+
+
+@pytest.mark.parametrize("engine_hooks", [False, True])
+@pytest.mark.parametrize("needs_one", [False, True])
+def test_an_argument_that_needs_a_gradient_by_the_time_of_backward(engine_hooks, needs_one):
+    """Or no longer. The recompute has it as the forward had."""
+    w = nn.Parameter(torch.randn(8, 8))
+
+    def gradient(run):
+        x = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_(not needs_one)
+        out = run(lambda x: (x @ w).sin(), x)
+        x.requires_grad_(needs_one)
+        (grad,) = torch.autograd.grad(out.sum(), w)
+        assert x.requires_grad is needs_one
+        return grad
+
+    with engine_hooks_are(engine_hooks):
+        assert torch.equal(gradient(ms.checkpoint), gradient(lambda f, x: f(x)))

@@ -1,7 +1,9 @@
 """CheckpointFunction against plain autograd: the same values and gradients, bitwise."""
 
+import functools
 import warnings
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import random_programs as programs
@@ -367,3 +369,21 @@ def test_a_listed_tensor_that_was_computed_from_another(made):
         return
     expected = torch.autograd.grad((x * made(w) * w).sum(), (x, w))
     assert_equal(expected, torch.autograd.grad(y.sum(), (x, w)))
+
+
+def test_what_a_thread_of_the_function_computes():
+    """What it uses of listed tensors has their gradients; what is not listed is told and cut."""
+    x, w, unlisted = leaf(8, 8), leaf(8, 8), leaf(8, 8)
+
+    def function(x, uses=False):
+        with ThreadPoolExecutor(1) as pool:
+            thread = pool.submit(lambda: (x @ w).sin() + (x @ unlisted if uses else 0))
+            return x @ w + thread.result().cos()
+
+    with warnings.catch_warnings():
+        if _native.module is not None:  # pure Python warns, as it cannot tell
+            warnings.simplefilter("error")
+        assert_as_plain(function, (x,), (w,))
+    with pytest.warns(UserWarning, match=r"not listed.*shape \[8, 8\]"):
+        apply(functools.partial(function, uses=True), 1, x, w).sum().backward()
+    assert x.grad is not None and w.grad is not None

@@ -1,6 +1,7 @@
 """checkpoint() and what surrounds it: random numbers, autocast, early stop, memory, threads."""
 
 import contextlib
+import dataclasses
 import gc
 import threading
 import weakref
@@ -228,6 +229,28 @@ def test_rrelu_fills_its_noise_after_saving_it(inplace, size):
 
     both(lambda run: run(function, x).sum(), (x,))
     both(lambda run: run(function, x).view(-1)[1:].sum(), (x,))
+
+
+@dataclasses.dataclass(slots=True)
+class Result:
+    y: torch.Tensor
+
+
+class Hidden:
+    def __init__(self, y):
+        self.y = y
+
+
+@pytest.mark.parametrize("kind", [Result, Hidden])
+def test_rrelu_whose_result_is_in_an_object(kind):
+    """Where nobody looks for it, the recompute runs on."""
+    x, w = leaf(128, 128), leaf(128, 128)
+
+    def function(a):
+        torch.full((128, 128), 7.0)
+        return kind(F.rrelu(a @ w, training=True))
+
+    both(lambda run: run(function, x).y.sum(), (x, w))
 
 
 def test_rrelu_as_the_last_that_is_needed():

@@ -484,3 +484,32 @@ def test_what_it_calls_with_gradients_is_part_of_it():
     block = declared(WithGradients)
     assert same(run(WithGradients, block), run(WithGradients, contextlib.nullcontext()))
     assert sum(row.count for row in rows(block, WithGradients, "recomputed")) == 1
+
+
+def test_an_interrupt_while_it_is_proven_says_nothing_of_it():
+    calls, interrupted_at = [0], 2  # the proof's
+
+    class Sin(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            calls[0] += 1
+            if calls[0] == interrupted_at:
+                raise KeyboardInterrupt
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0].cos()
+
+    def step():
+        x = torch.randn(64, 64, requires_grad=True)
+        with ms.remat(_everything=True, pure=[Sin]) as block:
+            loss = (Sin.apply(x.exp()).exp() * 2).sum()
+        loss.backward()
+        return [row.operator for row in block.figures().recomputed]
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    step()
+    assert any("Sin" in operator for operator in step())

@@ -77,7 +77,8 @@ def fills_after_saving(node: Any) -> bool:
 
 
 def any_fills_after_saving(outputs: Any, mark: int) -> bool:
-    """Whether any node made since ``mark`` does so. (csrc asks about the last save only.)"""
+    """Whether any node made since ``mark`` does so, or none is found. (csrc asks about the last
+    save only.)"""
     pending = [output.grad_fn for output in tensors_in(outputs)]
     seen: set[Any] = set()
     while pending:
@@ -88,4 +89,4 @@ def any_fills_after_saving(outputs: Any, mark: int) -> bool:
             return True
         seen.add(node)
         pending += [following for following, _ in node.next_functions]
-    return False
+    return not seen

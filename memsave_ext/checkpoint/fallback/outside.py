@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, ValuesView
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import CodeType, FunctionType, MethodType, SimpleNamespace
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -120,7 +120,8 @@ def _walk(value: Any, one: _Walk, place: Place, depth: int, is_buffer: bool = Fa
         for part in (value.func, value.args, value.keywords):
             visit(part)
     elif _is_record(value):
-        visit(getattr(value, "__dict__", {}))
+        for key, item in _attributes(value):
+            visit(item, key)
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -136,7 +137,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
             continue
         seen.add(id(value))
         if _is_record(value):
-            value = getattr(value, "__dict__", {})
+            value = [item for _, item in _attributes(value)]
         if isinstance(value, dict):
             value = value.values()
         if isinstance(value, (tuple, list, set, frozenset, ValuesView)):
@@ -148,6 +149,15 @@ def _is_record(value: Any) -> bool:
     if type(value) is SimpleNamespace:
         return True
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _attributes(record: Any) -> Iterator[tuple[str, Any]]:
+    """Yields names and values: those in its dict, and a dataclass's in slots."""
+    yield from getattr(record, "__dict__", {}).items()
+    kind = type(record)
+    for name in getattr(kind, "__dataclass_fields__", ()):
+        if isinstance(getattr(kind, name, None), MemberDescriptorType) and hasattr(record, name):
+            yield name, getattr(record, name)
 
 
 def _walk_function(
@@ -202,18 +212,20 @@ class _Noted:
     tensor: int  # its id
     storage: StorageWeakRef | None  # a weak reference: the number is not given to another storage
     version: int
+    requires_grad: bool  # on which it depends what autograd saves
     changed_by_forward: bool = False  # and not made by it, where there was none
 
     @staticmethod
     def of(tensor: Tensor) -> _Noted:
-        return _Noted(id(tensor), _storage_of(tensor), version_of(tensor))
+        return _Noted(id(tensor), _storage_of(tensor), version_of(tensor), tensor.requires_grad)
 
     def is_(self, tensor: Tensor) -> bool:
         before = None if self.storage is None else self.storage.cdata
         return self.tensor == id(tensor) and before == storage_address(tensor)
 
     def is_as_it_was(self, tensor: Tensor) -> bool:
-        return self.is_(tensor) and self.version == version_of(tensor)
+        state = version_of(tensor), tensor.requires_grad
+        return self.is_(tensor) and state == (self.version, self.requires_grad)
 
 
 @dataclass

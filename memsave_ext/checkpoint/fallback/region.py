@@ -88,6 +88,7 @@ class Argument:
         if self.is_tensor:
             # Autograd does not look at versions where hooks are called with what it saves.
             self._storage, self._version = storage_of(value), version_of(value)
+            self._requires_grad = value.requires_grad
             # A node of its own is how Python can make autograd save a tensor. In torch 2.11 the
             # node's tensors go with its output.
             with torch.enable_grad():
@@ -101,6 +102,9 @@ class Argument:
         if not self.is_tensor:
             return self.value
         (tensor,) = self._keeper.grad_fn.saved_tensors
+        # A leaf's may have been changed. What autograd saves depends on what needs a gradient.
+        if tensor.requires_grad != self._requires_grad:
+            tensor = tensor.detach().requires_grad_(self._requires_grad)
         return tensor
 
     def change(self, now: Any) -> tuple[int, int] | None:
