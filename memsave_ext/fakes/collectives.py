@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_leaves
 
 from ..adam.ddp import _hooks as attached_hooks
+from .mode import NotPredicted
 from .patches import Patch, patch
 
 _EMPTY = torch.ops.aten.empty.memory_format
@@ -154,7 +155,7 @@ def _mesh_made(before: Any) -> Any:
 
 def _real(ranks: FakeTensor) -> Tensor:
     if ranks.constant is None:
-        raise RuntimeError(
+        raise NotPredicted(
             "predict: the ranks of a DeviceMesh are a tensor whose values are not known before the "
             "step. Make the mesh by init_device_mesh(), or of a list of numbers"
         )

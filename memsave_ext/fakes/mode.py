@@ -27,6 +27,10 @@ FAKES_ERRORS = (
 )
 
 
+class NotPredicted(RuntimeError):
+    """A step cannot be predicted. The message says why, and what to do."""
+
+
 def predicts() -> bool:
     """Whether this thread runs on fake tensors."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -95,8 +99,8 @@ def fakes(mode: FakeTensorMode) -> Iterator[None]:
         if sentence := _sentence(error):
             kind = _class_in(error)
             of = f"tensors of the class {kind} cannot be predicted: " if kind else ""
-            raise RuntimeError(f"predict: {of}{sentence}") from error
-        if hasattr(error, "add_note") and not str(error).startswith("predict: "):
+            raise NotPredicted(f"predict: {of}{sentence}") from error
+        if hasattr(error, "add_note") and not isinstance(error, NotPredicted):
             error.add_note(_ON_FAKES)
         raise
 

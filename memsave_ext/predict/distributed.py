@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from ..fakes.mode import NotPredicted
 from ..shared.dtensor import is_dtensor
 
 _WRAPPERS = {
@@ -32,7 +33,7 @@ def built_alone() -> Iterator[None]:
             module = trace.tb_frame.f_globals.get("__name__", "")
             for name, wrapper in _WRAPPERS.items():
                 if module.startswith(name):
-                    raise RuntimeError(
+                    raise NotPredicted(
                         f"predict: {wrapper} cannot be predicted, as it communicates with other "
                         f"processes. {_UNWRAPPED}"
                     ) from error

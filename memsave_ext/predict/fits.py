@@ -20,6 +20,7 @@ from torch import nn
 
 from ..adam.clip_guard import NothingToClip
 from ..dry_run.child import Child
+from ..fakes.mode import NotPredicted
 from ..memory.account import TensorAtPeak
 from ..memory.measure import Build
 from ..memory.subjects import UsageError, load
@@ -31,7 +32,7 @@ from .batch import FromBatch
 from .devices import FitsOnDevices, counts_of, search_devices
 from .found import Fit, Fits, lowest
 from .predict import (
-    NOT_PREDICTED,
+    NoResult,
     PredictedStep,
     Told,
     check_timeout,
@@ -429,7 +430,9 @@ def _row(
             raise
         if isinstance(error, NothingToClip):
             return Fit(*techniques.told, reason=_NOTHING_TO_CLIP), _Top([], [])
-        return Fit(*techniques.told, reason=_reason(error)), _Top([], [])
+        is_unpredicted = isinstance(error, NotPredicted)
+        row = Fit(*techniques.told, reason=_reason(error), is_unpredicted=is_unpredicted)
+        return row, _Top([], [])
     # A disk, or the bus to gradients and states, is not asked how fast it is.
     is_known = predictions.as_built and not techniques.keeps_elsewhere
     row = Fit(
@@ -447,9 +450,9 @@ def _needed(predictions: _Predictions, techniques: Techniques, size: int) -> int
     a batch norm with a batch of 1."""
     try:
         return predictions.needed(predictions.of_batch(techniques, size))
-    except Exception as error:  # the user's step may raise anything
-        if str(error).startswith(NOT_PREDICTED):
-            raise  # of the process, not of this batch
+    except NoResult:
+        raise  # of the process, not of this batch
+    except Exception:  # the user's step may raise anything
         return None
 
 

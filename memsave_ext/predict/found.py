@@ -36,7 +36,7 @@ class Fit:
             sizes fail, as they take multiples of 8 alone, larger ones may fit, too. None where
             ``build`` takes no batch, they do not apply, or none was found, but smaller ones could
             not be predicted.
-        reason: why they do not apply, else ``""``.
+        reason: why they do not apply, or were not predicted, else ``""``.
         moved: the most bytes that lie elsewhere at a time, in the place ``offload``; not in the
             peak. None where they do not apply or nothing is moved.
         bus_seconds: about how long a step's copies there and back take, beside its arithmetic.
@@ -47,6 +47,8 @@ class Fit:
         time: about how long a step takes, over the step as it is built; None where they do not
             apply, the step as it is built was not predicted, or gradients, states or weights lie
             elsewhere, of which it is not known how fast they are copied.
+        is_unpredicted: whether its prediction failed, as one that takes too long; else it has a
+            peak, or the techniques do not apply.
     """
 
     name: str
@@ -62,17 +64,12 @@ class Fit:
     reserved: int | None = None
     remat_budget: int | None = None
     time: float | None = None
+    is_unpredicted: bool = False
 
     @property
     def needed(self) -> int | None:
         """What has to be within the budget."""
         return self.peak if self.reserved is None else self.reserved
-
-    @property
-    def is_unpredicted(self) -> bool:
-        """Whether its prediction failed, as one that takes too long; else it has a peak, or the
-        techniques do not apply."""
-        return self.reason.startswith("predict: ")
 
     @property
     def times(self) -> str:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..dry_run.child import Child, ChildError, LateError, all_modules, allow, note
 from ..dry_run.world import follow_libraries, on_fakes
+from ..fakes.mode import NotPredicted
 from ..fakes.repeats import Learned, learn
 from ..memory.hooks import Names
 from ..memory.log import Record
@@ -264,25 +265,26 @@ def start(
     try:
         return Child(run, SECONDS if timeout is None else timeout, tell)
     except ChildError as error:
-        raise _not_predicted(error) from None
+        raise _no_result(error) from None
 
 
 def result_of(child: Child[Told]) -> Told:
-    """Returns what the child tells; raises RuntimeError where it tells nothing."""
+    """Returns what the child tells; raises NoResult where it tells nothing."""
     try:
         told = child.result()
     except ChildError as error:
-        raise _not_predicted(error) from None
+        raise _no_result(error) from None
     learn(told.learned)
     return told
 
 
-NOT_PREDICTED = "predict: the step cannot be predicted"
+class NoResult(NotPredicted):
+    """The child process of a prediction has given no result."""
 
 
-def _not_predicted(error: ChildError) -> RuntimeError:
+def _no_result(error: ChildError) -> NoResult:
     more = ", or allow more seconds by timeout=" if isinstance(error, LateError) else ""
-    return RuntimeError(f"{NOT_PREDICTED}: {error}{more}")
+    return NoResult(f"predict: the step cannot be predicted: {error}{more}")
 
 
 def _told(
@@ -337,7 +339,7 @@ def _adopt_all(adopt: Callable[[Any], None], model: nn.Module, optimizer: Optimi
     """Makes fakes of what is still real of a model and its optimizer.
 
     Raises:
-        RuntimeError: a parameter is real that something follows by hooks, which a fake in its place
+        NotPredicted: a parameter is real that something follows by hooks, which a fake in its place
             would not have.
     """
     adopt(list(model.buffers()))
@@ -348,7 +350,7 @@ def _adopt_all(adopt: Callable[[Any], None], model: nn.Module, optimizer: Optimi
         if not (in_backward or param._backward_hooks or param._post_accumulate_grad_hooks):
             adopt(param)
         if type(param) is nn.Parameter:
-            raise RuntimeError(
+            raise NotPredicted(
                 f"predict: the parameter {name} has real memory: build() has made it in another "
                 "thread, in which nothing is fake, or it is of a kind of which there are no fakes. "
                 "Make the model in the thread that calls build(), and its hooks and its optimizer "

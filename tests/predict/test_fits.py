@@ -562,6 +562,44 @@ def test_a_row_whose_step_fails_has_the_reason():
         ms.memory.fits(always, "1GB")
 
 
+def test_a_row_was_not_predicted_where_the_prediction_says_so():
+    """Not where the step's own error begins as those of predictions do."""
+
+    def numbers(y):
+        return y.detach().numpy()
+
+    def raises(_):
+        raise RuntimeError("predict: the user's own")
+
+    def dies(_):
+        os._exit(5)
+
+    def build_with(fails):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        x = torch.randn(256, 64)
+
+        def step():
+            y = model(x)
+            y.square().mean().backward()
+            if model[0].weight.grad is None:  # the optimizer was stepped in backward
+                fails(y)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    def row(fails):
+        name = "optimizer in backward"
+        return among([name], lambda: build_with(fails), 10**9, "cpu")[name]
+
+    of_the_step = row(raises)
+    assert (of_the_step.reason, of_the_step.is_unpredicted) == ("predict: the user's own", False)
+    for fails, reason in ((numbers, "reads the values"), (dies, "exit status 5")):
+        unpredicted = row(fails)
+        assert unpredicted.is_unpredicted and reason in unpredicted.reason
+
+
 def test_grad_scalers_in_every_row():
     def scaled():
         model, optimizer, _ = build()
