@@ -191,14 +191,15 @@ def search(
         ) as predictions,
     ):
 
-        def add(techniques: Techniques) -> Fit:
-            row, tops[techniques.name] = _row(techniques, predictions, budget, batch)
+        def add(techniques: Techniques) -> _Tried:
+            made = _row(techniques, predictions, budget, batch)
+            tops[techniques.name] = made.top
             # Most models have no such head.
-            if row.peak is not None or not techniques.loss_head or len(among) == 1:
-                rows.append(row)
+            if made.row.peak is not None or not techniques.loss_head or len(among) == 1:
+                rows.append(made.row)
             elif techniques == Techniques(loss_head=True):
                 predictions.leave_out_heads()
-            return row
+            return made
 
         for techniques in among:
             shown.begin(techniques.name)
@@ -206,14 +207,14 @@ def search(
                 shown.end()
                 continue
             if refused and techniques.steps_in_backward:
-                row = Fit(*techniques.told, reason=refused)
-                rows.append(row)
+                made = _Tried(Fit(*techniques.told, reason=refused), leaves_nothing_to_clip=True)
+                rows.append(made.row)
             else:
-                row = add(techniques)
-            if row.peak is None and row.reason in (refused, _NOTHING_TO_CLIP):
-                other = instead[techniques]
-                row = row if other is None else add(other)
-            if row.fits and not every:
+                made = add(techniques)
+            other = instead[techniques] if made.leaves_nothing_to_clip else None
+            if other is not None:
+                made = add(other)
+            if made.row.fits and not every:
                 skipped = techniques is not among[-1]
                 break
             shown.end()
@@ -412,9 +413,17 @@ class _Top(NamedTuple):
     hints: list[str]
 
 
+class _Tried(NamedTuple):
+    """What came of techniques."""
+
+    row: Fit
+    top: _Top = _Top([], [])
+    leaves_nothing_to_clip: bool = False  # to a loop that clips, or that may
+
+
 def _row(
     techniques: Techniques, predictions: _Predictions, budget: int, batch: int | None
-) -> tuple[Fit, _Top]:
+) -> _Tried:
     try:
         step = predictions.first(techniques)
         peak, needed, largest = predictions.peak(step), predictions.needed(step), None
@@ -429,10 +438,11 @@ def _row(
         if techniques == ALL[0]:
             raise
         if isinstance(error, NothingToClip):
-            return Fit(*techniques.told, reason=_NOTHING_TO_CLIP), _Top([], [])
+            row = Fit(*techniques.told, reason=_NOTHING_TO_CLIP)
+            return _Tried(row, leaves_nothing_to_clip=True)
         is_unpredicted = isinstance(error, NotPredicted)
         row = Fit(*techniques.told, reason=_reason(error), is_unpredicted=is_unpredicted)
-        return row, _Top([], [])
+        return _Tried(row)
     # A disk, or the bus to gradients and states, is not asked how fast it is.
     is_known = predictions.as_built and not techniques.keeps_elsewhere
     row = Fit(
@@ -442,7 +452,7 @@ def _row(
         remat_budget=predictions.remat_budget(techniques),
         time=step.seconds / predictions.as_built if is_known else None,
     )  # fmt: skip
-    return row, _Top(step.top(3), step.remedies())
+    return _Tried(row, _Top(step.top(3), step.remedies()))
 
 
 def _needed(predictions: _Predictions, techniques: Techniques, size: int) -> int | None:

@@ -600,6 +600,28 @@ def test_a_row_was_not_predicted_where_the_prediction_says_so():
         assert unpredicted.is_unpredicted and reason in unpredicted.reason
 
 
+def test_an_error_without_a_text_is_not_taken_for_gradients_that_are_gone():
+    """Gradients elsewhere are tried in place of a step in backward only where a loop clips them."""
+
+    def raises():
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        x = torch.randn(256, 64)
+
+        def step():
+            model(x).square().mean().backward()
+            if model[0].weight.grad is None:
+                raise ValueError
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    found = among(["optimizer in backward"], raises, 10**9)
+    assert list(found) == ["as built", "optimizer in backward"]
+    assert found["optimizer in backward"].peak is None
+
+
 def test_grad_scalers_in_every_row():
     def scaled():
         model, optimizer, _ = build()
