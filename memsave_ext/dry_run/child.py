@@ -59,7 +59,7 @@ _CHANGES_OF_FILES = {
 }  # fmt: skip
 # Else a child of another thread would have this end of a pipe, too, which then never ends.
 _one_fork: Any = threading.Lock()
-os.register_at_fork(after_in_child=_one_fork._at_fork_reinit)
+os.register_at_fork(after_in_child=_one_fork._at_fork_reinit)  # a step may predict there
 _pipe = -1  # in a child: where its messages go
 tensors: list[Tensor] = []  # in a child: all of the process
 _modules: list[nn.Module] = []  # likewise
@@ -154,7 +154,6 @@ class Child(Generic[Result]):
             if pid == 0:
                 try:
                     _pipe = write
-                    _one_fork._at_fork_reinit()  # a step may predict
                     with suppress(Exception):
                         _stop_following()
                     _find()

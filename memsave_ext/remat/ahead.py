@@ -86,16 +86,9 @@ class Ahead:
 
 
 _of_modules: WeakKeyDictionary[nn.Module, Ahead] = WeakKeyDictionary()
-_planning = threading.Lock()  # replicas of a module, which run in threads, wait for one plan
-
-
-def _renew_lock() -> None:
-    """A process that was forked while a thread planned does not have that thread."""
-    global _planning
-    _planning = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+_planning: Any = threading.Lock()  # replicas of a module, which run in threads, wait for one plan
+# A process that was forked while a thread planned does not have that thread.
+os.register_at_fork(after_in_child=_planning._at_fork_reinit)
 
 
 def ahead_of(module: nn.Module) -> Ahead:

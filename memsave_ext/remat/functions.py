@@ -94,16 +94,9 @@ def _is_defined(setup_context: Any) -> bool:
 
 _all: WeakKeyDictionary[type[Function], _Declared] = WeakKeyDictionary()
 _names: dict[str, int] = {}  # how many Functions have it
-_lock = threading.RLock()
-
-
-def _renew_lock() -> None:
-    """A process that was forked while a thread held it does not have that thread."""
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+_lock: Any = threading.RLock()
+# A process that was forked while a thread held it does not have that thread.
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)
 
 
 def _install(functions: Iterable[type[Function]], stack: ExitStack) -> None:
