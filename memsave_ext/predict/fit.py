@@ -228,13 +228,8 @@ def fitted(
                 found = agreed(
                     meeting, lambda: tried(among), names, lambda name: tried([named("fit", name)])
                 )
-        chosen = found.cheapest if technique is None else found.rows[0]
-        if chosen is None:
-            raise torch.OutOfMemoryError(found.sentence("fit"))
-        if chosen.is_unpredicted:
-            raise RuntimeError(f"fit: {chosen.name} was not predicted: {chosen.reason}")
-        if chosen.peak is None:
-            raise ValueError(f"fit: {chosen.name} does not apply: {chosen.reason}")
+        techniques, chosen = found.chosen("fit", technique)
+        assert chosen is not None and chosen.peak is not None
         for row in found.rows[: found.rows.index(chosen)]:
             if row.is_unpredicted:
                 warn(
@@ -244,7 +239,6 @@ def fitted(
         tensors = {id(t): t for t in tree_leaves(batch) if isinstance(t, Tensor)}
         bytes_of_batch = sum(t.nbytes for t in tensors.values()) * micro_batches
         spare = bytes_of_batch if device.type == "cpu" else 0
-        techniques = named("fit", chosen.name)
         evaluation = None
         if techniques.changes_forward:
             with torch.inference_mode(False), torch.enable_grad():

@@ -237,7 +237,7 @@ class Fits:
                 technique has failed.
         """
         with undone_by_errors(model), together("apply", model) as meeting:
-            chosen, row = self._chosen(technique_of("apply", technique, means))
+            chosen, row = self.chosen("apply", technique_of("apply", technique, means))
             if meeting is not None:
                 check_same(meeting, {"technique": chosen.name})
                 if self.devices != len(meeting.ranks):
@@ -254,16 +254,17 @@ class Fits:
                 meeting.told(None)
             return made
 
-    def _chosen(self, technique: str | None) -> tuple[Techniques, Fit | None]:
-        """Returns the technique to apply, and its row, if it was tried."""
+    def chosen(self, who: str, technique: str | None) -> tuple[Techniques, Fit | None]:
+        """Returns the technique to apply, the cheapest that fits or the one that is named, and its
+        row, if it was tried. Raises an error of ``who`` where it cannot be applied."""
         if technique is None and self.cheapest is None:
-            raise torch.OutOfMemoryError(self.sentence("apply"))
-        chosen = named("apply", technique or self.cheapest.name)  # type: ignore[union-attr]
+            raise torch.OutOfMemoryError(self.sentence(who))
+        chosen = named(who, technique or self.cheapest.name)  # type: ignore[union-attr]
         row = next((row for row in self.rows if row.name == chosen.name), None)
         if row is not None and row.peak is None:
             if row.is_unpredicted:
-                raise RuntimeError(f"apply: {row.name} was not predicted: {row.reason}")
-            raise ValueError(f"apply: {row.name} does not apply: {row.reason}")
+                raise RuntimeError(f"{who}: {row.name} was not predicted: {row.reason}")
+            raise ValueError(f"{who}: {row.name} does not apply: {row.reason}")
         return chosen, row
 
     def sentence(self, who: str) -> str:
