@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.utils._pytree import tree_leaves
 
 # What fakes raise that is not the step's own error.
 FAKES_ERRORS = (
@@ -54,22 +53,6 @@ def fake_of(tensor: Tensor) -> FakeTensor:
     """Returns a fake tensor with the memory of one on the meta device."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return FakeTensor(mode, tensor, torch.device("cpu"))
-
-
-def values_elsewhere(arguments: Any) -> list[tuple[Tensor, Any]]:
-    """Returns the number of each tensor of whole numbers on another device whose elements all have
-    the same: a model may leave out a mask that hides nothing. A child asks the CPU's themselves."""
-    tensors = (t for t in tree_leaves(arguments) if isinstance(t, Tensor) and not t.is_cpu)
-    return [(t, value) for t in tensors if (value := _only_value(t)) is not None]
-
-
-def _only_value(tensor: Tensor) -> Any:
-    if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
-        return None
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return None
-    first = tensor.flatten()[0]
-    return first.item() if bool((tensor == first).all()) else None
 
 
 def loss_in(output: Any) -> Tensor | None:

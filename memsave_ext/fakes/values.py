@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
 
 from ..shared.recording import unrecorded
 
@@ -206,6 +207,20 @@ def with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
         real = func(*args, **kwargs)
     mode = result.fake_mode
     return mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
+
+
+def values_elsewhere(arguments: Any) -> list[tuple[Tensor, Any]]:
+    """Returns the number of each tensor of whole numbers on another device whose elements all have
+    the same: a model may leave out a mask that hides nothing. A child asks the CPU's themselves."""
+    tensors = (t for t in tree_leaves(arguments) if isinstance(t, Tensor))
+    values = ((t, _only_value(t)) for t in tensors if _has_whole_numbers_elsewhere(t))
+    return [(t, v) for t, v in values if v is not None and not isinstance(v, Tensor)]
+
+
+def _has_whole_numbers_elsewhere(tensor: Tensor) -> bool:
+    if tensor.is_cpu or tensor.is_meta or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _only_value(constant: Tensor) -> Any:

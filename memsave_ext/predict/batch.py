@@ -18,7 +18,8 @@ from ..adam.in_place import options_outside_groups, taken_by
 from ..adam.own_optimizer import OwnStep
 from ..adam.owners import release
 from ..adam.step_in_backward import InBackward
-from ..fakes.mode import loss_in, values_elsewhere
+from ..fakes.mode import loss_in
+from ..fakes.values import values_elsewhere
 from ..shared.dtensor import is_dtensor
 from ..shared.modules import device_of, first_parameter
 from ..shared.warn import warn

@@ -25,9 +25,10 @@ from ..adam.place import Place
 from ..adam.states import make_state
 from ..dry_run.child import ChildError, in_child
 from ..dry_run.world import follow_libraries, on_fakes
-from ..fakes.mode import fake_of, loss_in, values_elsewhere
+from ..fakes.mode import fake_of, loss_in
 from ..fakes.repeats import Learned, learn
 from ..fakes.storages import Storages
+from ..fakes.values import values_elsewhere
 from ..shared.budgets import Budget
 from ..shared.dtensor import is_dtensor
 from .budget import LivedBefore
