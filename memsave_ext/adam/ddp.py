@@ -154,8 +154,8 @@ class StepReduced:
                 elif is_used and not self._reducer_writes and buffer.layout == torch.strided:
                     param, grad = pair
                     param.grad = grad.clone()
-            if chosen:
-                stepper.step_reduced(backward, [p for p, _ in chosen], [g for _, g in chosen])
+            if chosen and backward is not None:
+                backward.step_reduced([p for p, _ in chosen], [g for _, g in chosen])
 
         if self._some_unused:
             usage = self._usage_of(bucket)

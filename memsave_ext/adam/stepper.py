@@ -195,8 +195,8 @@ class Stepper:
     # called by DistributedDataParallel's communication hook
 
     def begin_reduced(self, params: list[Tensor]) -> Any:
-        """Called before these gradients are reduced. Returns the backward to give to
-        step_reduced(); None where the gradients are dropped."""
+        """Called before these gradients are reduced. Returns the backward whose step_reduced()
+        takes them then; None where the gradients are dropped."""
         if self._blocks[Block.KEEP]:
             raise errors.keeps_reduced()
         if self._blocks[Block.DROP]:
@@ -206,11 +206,6 @@ class Stepper:
             raise errors.accumulates_reduced()
         self._collector.check_reduced(params)
         return backward
-
-    def step_reduced(self, backward: Any, params: list[Tensor], grads: list[Tensor]) -> None:
-        """Applies the backward's action to reduced gradients."""
-        if backward is not None:
-            backward.step_reduced(params, grads)
 
     # called by the collector
 

@@ -98,7 +98,11 @@ class FromBatch:
                 # A loop may ask for a prediction where it is about to reduce nothing.
                 _reduce(self._model, is_last, self._reduces_once)
                 with nullcontext() if is_last else _accumulating(optimizer):
-                    self._started(self._loss(), number).backward()
+                    loss = self._loss()
+                    if self._keeps_gradients and number == 1:
+                        self._model.zero_grad()
+                    loss.backward()
+                    del loss  # and what it was made of
             if optimizer is not None:
                 optimizer.step()
             if not self._keeps_gradients:
@@ -114,11 +118,6 @@ class FromBatch:
         # The output is kept by nothing but its graph, as in a step that is written in one line.
         with self._autocast.entered():
             return _checked_loss(self._who, self._run(self._model, self._batch))
-
-    def _started(self, loss: Tensor, number: int) -> Tensor:
-        if self._keeps_gradients and number == 1:
-            self._model.zero_grad()
-        return loss
 
 
 def from_batch(

@@ -251,8 +251,6 @@ def start(
         timeout: as of :func:`predict`.
         tell: called with the name of each part that begins.
     """
-    if uses is None and isinstance(build, FromBatch):
-        uses = build
     tensors = [] if uses is None else uses.tensors()
     others = [] if uses is None else uses.others
     if device.type == "cuda":
