@@ -161,9 +161,8 @@ def _profile(options: argparse.Namespace) -> None:
         track(model, optimizer, stacks=options.stacks) as tracked,
     ):
         for number in range(options.steps):
-            shown.begin(f"step {number + 1}")
+            shown.next(f"step {number + 1}")
             step()
-            shown.end()
     _write(tracked, folder, options.out)
 
 

@@ -202,9 +202,8 @@ def search(
             return made
 
         for techniques in among:
-            shown.begin(techniques.name)
+            shown.next(techniques.name)
             if predictions.leaves_out(techniques):
-                shown.end()
                 continue
             if refused and techniques.steps_in_backward:
                 made = _Tried(Fit(*techniques.told, reason=refused), leaves_nothing_to_clip=True)
@@ -217,7 +216,6 @@ def search(
             if made.row.fits and not every:
                 skipped = techniques is not among[-1]
                 break
-            shown.end()
     count = None if ranks is None else ranks.count
     if not any(row.peak is not None for row in rows):  # the only one that was tried does not apply
         return Fits(rows, budget, str(device), batch, [], [], to, devices=count)

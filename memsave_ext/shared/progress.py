@@ -21,10 +21,9 @@ class Progress:
         file = sys.stderr
         if shown is None:
             shown = file is not None and file.isatty()
-        self._name, self._total, self._done = name, total, 0
+        self._name, self._total, self._begun = name, total, 0
         self._file = file if shown else None
         self._bar: Any = None
-        self._began = False  # a part, that has not ended
         self._width = 0  # of the line that is written over
 
     def __enter__(self) -> Progress:
@@ -48,26 +47,15 @@ class Progress:
         elif self._width:
             self._write("")
 
-    def begin(self, part: str) -> None:
-        """Names the part that begins now."""
-        self._began = True
+    def next(self, part: str) -> None:
+        """Names the part that begins now; the one before it, if there was one, is done."""
+        self._begun += 1
         if self._bar is not None:
+            if self._begun > 1:
+                self._bar.update()
             self._bar.set_postfix_str(part)
         elif self._file is not None:
-            self._write(f"{self._name} {self._done + 1}/{self._total}: {part}"[:79])
-
-    def next(self, part: str) -> None:
-        """The part that ran is done, if there was one, and another one begins."""
-        if self._began:
-            self.end()
-        self.begin(part)
-
-    def end(self) -> None:
-        """A part is done."""
-        self._began = False
-        self._done += 1
-        if self._bar is not None:
-            self._bar.update()
+            self._write(f"{self._name} {self._begun}/{self._total}: {part}"[:79])
 
     def _write(self, line: str) -> None:
         assert self._file is not None
