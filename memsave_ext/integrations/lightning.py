@@ -14,11 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ..predict.agreement import Meeting, together
 from ..predict.applied import NOT_DEEPSPEED, Applied, applied_to
 from ..predict.batch import LargerBatches, on_device_of
-from ..predict.fit import check_request, fitted
-from ..predict.predict import check_timeout
+from ..predict.fit import checked_request, fitted
 from ..predict.ranks import is_wrapped
-from ..predict.techniques import technique_of
-from ..remat.offload import Offload, check_offload
+from ..remat.offload import Offload
 
 # Both are Lightning, and have classes of their own.
 _NAME = "lightning.pytorch" if "lightning" in sys.modules else "pytorch_lightning"
@@ -83,14 +81,11 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         timeout: float | None = None,
         means: str | None = None,
     ) -> None:
-        technique = technique_of("Fit", technique, means)
-        check_timeout("Fit", timeout)
         self.fitted: Applied | None = None
-        self._budget = check_request("Fit", budget, technique)
-        self._options: dict[str, Any] = {
-            "technique": technique, "others": others, "verbose": verbose,
-            "place": check_offload("Fit", offload, None, True, None), "timeout": timeout,
-        }  # fmt: skip
+        self._budget, self._options = checked_request(
+            budget, technique=technique, means=means, others=others, offload=offload,
+            verbose=verbose, timeout=timeout,
+        )  # fmt: skip
         self._largest = largest
         self._larger: LargerBatches | None = None
         self._clip_each = clip_each

@@ -18,11 +18,9 @@ from ..checkpoint.models import ForwardInPlace
 from ..predict.agreement import together
 from ..predict.applied import NOT_DEEPSPEED, Applied, applied_to, check
 from ..predict.batch import Call, LargerBatches, check_batch, on_device_of
-from ..predict.fit import check_request, fitted
-from ..predict.predict import check_timeout
+from ..predict.fit import checked_request, fitted
 from ..predict.ranks import is_wrapped
-from ..predict.techniques import technique_of
-from ..remat.offload import Offload, check_offload
+from ..remat.offload import Offload
 
 _transformers: Any = importlib.import_module("transformers")
 _state: Any = importlib.import_module("accelerate.state")
@@ -92,14 +90,12 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         timeout: float | None = None,
         means: str | None = None,
     ) -> None:
-        technique = technique_of("Fit", technique, means)
-        check_timeout("Fit", timeout)
         self.fitted: Applied | None = None
-        self._budget = check_request("Fit", budget, technique)
-        self._options: dict[str, Any] = {
-            "loss": loss, "technique": technique, "others": others, "verbose": verbose,
-            "place": check_offload("Fit", offload, None, True, None), "timeout": timeout,
-        }  # fmt: skip
+        self._budget, self._options = checked_request(
+            budget, technique=technique, means=means, others=others, offload=offload,
+            verbose=verbose, timeout=timeout,
+        )  # fmt: skip
+        self._options["loss"] = loss
         if largest is not None:
             check_batch("Fit(largest=)", largest)
         self._largest = largest

@@ -308,11 +308,30 @@ def _resume_bytes(
     return needed
 
 
-def check_request(who: str, budget: object, technique: str | None) -> Budget:
-    """Returns the budget; raises TypeError or ValueError where it, or the technique, is none."""
+def checked_request(
+    budget: object,
+    *,
+    technique: str | None,
+    means: str | None,
+    others: Iterable[nn.Module | Tensor],
+    offload: Offload | None,
+    verbose: bool,
+    timeout: float | None,
+) -> tuple[Budget, dict[str, Any]]:
+    """Returns the budget of a trainer's ``Fit`` and those options of :func:`fitted` that are known
+    before the training.
+
+    Raises:
+        TypeError, ValueError: an argument is not as :func:`fit` says.
+    """
+    technique = technique_of("Fit", technique, means)
+    check_timeout("Fit", timeout)
     if technique is not None:
-        named(who, technique)
-    return read_budget(who, budget)
+        named("Fit", technique)
+    return read_budget("Fit", budget), {
+        "technique": technique, "others": others, "verbose": verbose,
+        "place": check_offload("Fit", offload, None, True, None), "timeout": timeout,
+    }  # fmt: skip
 
 
 def _bytes_of(
