@@ -179,90 +179,134 @@ def fitted(
         check_options("fit", options)
         others = checked_others("fit", others)
         check_count("fit: micro_batches", micro_batches, 1)
-        among = _WITHIN if technique is None else (named("fit", technique),)
-        device = device_of(model)
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"fit: model must be on the CPU or a CUDA device, got one on {device}")
-        # Lightning puts what is inside of DistributedDataParallel alone into train mode again.
-        if not (model.module if isinstance(model, DistributedDataParallel) else model).training:
-            warn(
-                f"memsave_ext: fit: this {type(model).__name__} is in eval mode, and the step is "
-                "predicted in eval mode, too: call model.train() first",
-            )
+        if technique is not None:
+            named("fit", technique)
+        device = _checked_device(model)
+        _warn_of_eval_mode(model)
         limit = _bytes_of(budget, device, model, inside, tensors_of(others))
         build = from_batch(
             model, inside, batch, loss, who="fit", others=others,
             micro_batches=min(micro_batches, 2), forward=forward, keeps_gradients=keeps_gradients,
             reduces_once=_reduces_once(optimizer),
         )  # fmt: skip
-        beside = 0
-        if device.type == "cuda":
-            allocated = torch.cuda.memory_allocated(device)
-            beside = max(allocated - bytes_held([*_held(model, inside), *tree_leaves(batch)]), 0)
+        beside = _bytes_beside(device, model, inside, batch)
         place = check_offload("fit", place, None, True, device)
         if meeting is not None:
-            check_same(
-                meeting,
-                {
-                    "technique": technique,
-                    "in_backward": not refused,
-                    "micro_batches": micro_batches,
-                    **{name: _told(value) for name, value in options.items()},
-                    "the model's number of parameters": sum(p.numel() for p in model.parameters()),
-                },
-            )
-        progress = None if verbose and warns else False
+            _check_same_request(meeting, model, technique, refused, micro_batches, options)
         with torch.inference_mode(False), torch.enable_grad():
-            ranks = None if meeting is None else ranks_there("fit")
+            how: dict[str, Any] = {
+                "device": device, "method": method, "place": place, "timeout": timeout,
+                "ranks": None if meeting is None else ranks_there("fit"),
+            }  # fmt: skip
 
             def tried(among: Sequence[Techniques]) -> Fits:
                 return search(
-                    build, limit, device=device, among=among, refused=refused, method=method,
-                    place=place, others=beside, ranks=ranks, progress=progress, timeout=timeout,
+                    build, limit, among=among, refused=refused, others=beside,
+                    progress=None if verbose and warns else False, **how,
                 )  # fmt: skip
 
-            if meeting is None or technique is not None:
-                found = tried(among)
-            else:
-                names = [one.name for t in among for one in (t, t.for_loops_that_clip()) if one]
-                found = agreed(
-                    meeting, lambda: tried(among), names, lambda name: tried([named("fit", name)])
-                )
-        techniques, chosen = found.chosen("fit", technique)
-        assert chosen is not None and chosen.peak is not None
-        for row in found.rows[: found.rows.index(chosen)]:
-            if row.is_unpredicted:
-                warn(
-                    f"memsave_ext: fit: {row.name}, which costs less than {chosen.name}, was left "
-                    f"out, as its prediction failed: {row.reason}"
-                )
-        tensors = {id(t): t for t in tree_leaves(batch) if isinstance(t, Tensor)}
-        bytes_of_batch = sum(t.nbytes for t in tensors.values()) * micro_batches
-        spare = bytes_of_batch if device.type == "cpu" else 0
-        evaluation = None
-        if techniques.changes_forward:
-            with torch.inference_mode(False), torch.enable_grad():
-                evaluation = evaluation_peak(
-                    build, chosen.remat_budget or limit, techniques, device=device, method=method,
-                    place=place, others=found.others, ranks=ranks, timeout=timeout,
-                )  # fmt: skip
+            found = _found(tried, technique, meeting)
+            techniques, row = found.chosen("fit", technique)
+            assert row is not None and row.peak is not None
+            _warn_of_left_out(found.rows[: found.rows.index(row)], row)
+            evaluation = None
+            if techniques.changes_forward:
+                within = row.remat_budget or limit
+                evaluation = evaluation_peak(build, within, techniques, others=found.others, **how)
         made = apply(
-            techniques, model, optimizer, limit, chosen.peak,
-            time=chosen.time, remat_budget=chosen.remat_budget, others=found.others, spare=spare,
-            method=method, place=place, may_be_wrapped=True, **options,
+            techniques, model, optimizer, limit, row.peak, time=row.time,
+            remat_budget=row.remat_budget, others=found.others,
+            spare=_bytes_of_batches(device, batch, micro_batches), method=method, place=place,
+            may_be_wrapped=True, **options,
         )  # fmt: skip
         made.evaluation = evaluation
         made.may_be_less |= is_largest
-        made.resume = found.others + _resume_bytes(techniques, model, inside, chosen)
+        made.resume = found.others + _resume_bytes(techniques, model, inside, row)
         made.warns = warns
         if meeting is not None:
-            made.of_ranks = dict(
-                zip(meeting.ranks, meeting.told((chosen.peak, limit)), strict=True)
-            )
+            of_all = meeting.told((row.peak, limit))
+            made.of_ranks = dict(zip(meeting.ranks, of_all, strict=True))
         if verbose and warns:
             print(made, file=sys.stdout)
             made.tells = True
         return made
+
+
+def _checked_device(model: nn.Module) -> torch.device:
+    device = device_of(model)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"fit: model must be on the CPU or a CUDA device, got one on {device}")
+    return device
+
+
+def _warn_of_eval_mode(model: nn.Module) -> None:
+    # Lightning puts what is inside of DistributedDataParallel alone into train mode again.
+    if not (model.module if isinstance(model, DistributedDataParallel) else model).training:
+        warn(
+            f"memsave_ext: fit: this {type(model).__name__} is in eval mode, and the step is "
+            "predicted in eval mode, too: call model.train() first",
+        )
+
+
+def _bytes_beside(
+    device: torch.device, model: nn.Module, optimizer: Optimizer | None, batch: Any
+) -> int:
+    """Returns what is allocated on a CUDA device beside what the step itself holds."""
+    if device.type != "cuda":
+        return 0
+    allocated = torch.cuda.memory_allocated(device)
+    return max(allocated - bytes_held([*_held(model, optimizer), *tree_leaves(batch)]), 0)
+
+
+def _bytes_of_batches(device: torch.device, batch: Any, micro_batches: int) -> int:
+    """Returns what a step's batches take on a CPU, whose predicted peaks leave them out."""
+    if device.type != "cpu":
+        return 0
+    tensors = {id(t): t for t in tree_leaves(batch) if isinstance(t, Tensor)}
+    return sum(t.nbytes for t in tensors.values()) * micro_batches
+
+
+def _check_same_request(
+    meeting: Meeting,
+    model: nn.Module,
+    technique: str | None,
+    refused: str,
+    micro_batches: int,
+    options: dict[str, Any],
+) -> None:
+    """Raises ValueError where processes ask for different things."""
+    check_same(
+        meeting,
+        {
+            "technique": technique,
+            "in_backward": not refused,
+            "micro_batches": micro_batches,
+            **{name: _told(value) for name, value in options.items()},
+            "the model's number of parameters": sum(p.numel() for p in model.parameters()),
+        },
+    )
+
+
+def _found(
+    tried: Callable[[Sequence[Techniques]], Fits], technique: str | None, meeting: Meeting | None
+) -> Fits:
+    """Returns what is found of one technique, or of all: where processes meet, of the cheapest that
+    fits in each."""
+    if technique is not None:
+        return tried([named("fit", technique)])
+    if meeting is None:
+        return tried(_WITHIN)
+    names = [one.name for t in _WITHIN for one in (t, t.for_loops_that_clip()) if one]
+    return agreed(meeting, lambda: tried(_WITHIN), names, lambda name: tried([named("fit", name)]))
+
+
+def _warn_of_left_out(cheaper: list[Fit], chosen: Fit) -> None:
+    for row in cheaper:
+        if row.is_unpredicted:
+            warn(
+                f"memsave_ext: fit: {row.name}, which costs less than {chosen.name}, was left "
+                f"out, as its prediction failed: {row.reason}"
+            )
 
 
 @contextmanager
