@@ -62,7 +62,7 @@ class Meeting:
         """Whether this process is the one that prints."""
         return self.rank == self.ranks[0]
 
-    def told(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Returns what each process tells, in the order of their ranks.
 
         Raises:
@@ -85,7 +85,7 @@ class Meeting:
 
     @contextmanager
     def errors_told(self) -> Iterator[None]:
-        """Tells the others what is raised inside, where each of them waits in :meth:`told`."""
+        """Tells the others what is raised inside, where each waits in :meth:`all_gather`."""
         try:
             yield
         except BaseException as error:
@@ -208,7 +208,7 @@ def _ranks_of(model: nn.Module) -> list[int] | None:
 
 def check_same(meeting: Meeting, settings: Mapping[str, Any]) -> None:
     """Raises ValueError, in all processes, where settings of one are not those of another."""
-    of_all = meeting.told(dict(settings))
+    of_all = meeting.all_gather(dict(settings))
     for name in settings:
         first, rank = of_all[0].get(name), meeting.ranks[0]
         for other, one in zip(meeting.ranks, of_all, strict=True):
@@ -237,12 +237,12 @@ def agreed(
 
     Raises:
         torch.OutOfMemoryError: none fits in every process.
-        Exception: what :meth:`Meeting.told` raises.
+        Exception: what :meth:`Meeting.all_gather` raises.
     """
     found = first()
     place = len(names) if found.cheapest is None else names.index(found.cheapest.name)
     while True:
-        of_all = meeting.told((place, found.cheapest is not None))
+        of_all = meeting.all_gather((place, found.cheapest is not None))
         places = [one[0] for one in of_all]
         candidate = max(places)
         if candidate == len(names):

@@ -112,7 +112,7 @@ class Applied:
         Where it raises, :func:`applied_to` has it, and ``undo()`` takes back what was done.
         """
         self.model, self.optimizer = model, optimizer
-        self.technique, self.cost, self.bits = technique.told
+        self.technique, self.cost, self.bits = technique.row
         self.budget, self.time = budget, time
         self.steps_in_backward = technique.steps_in_backward
         self._has_hooks = technique.steps_in_backward or technique.gradients_elsewhere

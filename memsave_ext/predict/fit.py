@@ -224,7 +224,7 @@ def fitted(
         made.resume = found.others + _resume_bytes(techniques, model, inside, row)
         made.warns = warns
         if meeting is not None:
-            of_all = meeting.told((row.peak, limit))
+            of_all = meeting.all_gather((row.peak, limit))
             made.of_ranks = dict(zip(meeting.ranks, of_all, strict=True))
         if verbose and warns:
             print(made, file=sys.stdout)
@@ -281,7 +281,7 @@ def _check_same_request(
             "technique": technique,
             "in_backward": not refused,
             "micro_batches": micro_batches,
-            **{name: _told(value) for name, value in options.items()},
+            **{name: _shared_value(value) for name, value in options.items()},
             "the model's number of parameters": sum(p.numel() for p in model.parameters()),
         },
     )
@@ -316,7 +316,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _told(option: object) -> object:
+def _shared_value(option: object) -> object:
     """Returns what processes tell each other of an option: its value, or that there is one."""
     return option if option is None or isinstance(option, (int, float)) else "one"
 

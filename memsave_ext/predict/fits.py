@@ -34,7 +34,7 @@ from .found import Fit, Fits, lowest
 from .predict import (
     NoResult,
     PredictedStep,
-    Told,
+    StepRecord,
     check_timeout,
     checked_device,
     result_of,
@@ -206,7 +206,7 @@ def search(
             if predictions.leaves_out(techniques):
                 continue
             if refused and techniques.steps_in_backward:
-                made = _Tried(Fit(*techniques.told, reason=refused), leaves_nothing_to_clip=True)
+                made = _Tried(Fit(*techniques.row, reason=refused), leaves_nothing_to_clip=True)
                 rows.append(made.row)
             else:
                 made = add(techniques)
@@ -288,7 +288,7 @@ class _Predictions:
         self._method, self._place, self._timeout = method, place, timeout
         self._batch, self._ranks = batch, ranks
         self._waiting = list(order)
-        self._running: dict[Techniques, Child[Told]] = {}
+        self._running: dict[Techniques, Child[StepRecord]] = {}
         self._remat_budgets: dict[tuple[Techniques, int | None], int] = {}
         self._at_once, self._most_at_once = 1, _free_cores()  # those that run load them, too
         self._heads = True
@@ -370,7 +370,7 @@ class _Predictions:
 
     def _start(
         self, techniques: Techniques, size: int | None, *, evaluates: bool = False
-    ) -> Child[Told]:
+    ) -> Child[StepRecord]:
         made = self._build if size is None else functools.partial(self._build, size)
         uses = made if isinstance(made, FromBatch) else None
         budget = self._remat_budgets.get((techniques, size), self._budget)
@@ -385,7 +385,7 @@ class _Predictions:
             timeout=self._timeout,
         )  # fmt: skip
 
-    def _result(self, child: Child[Told]) -> PredictedStep:
+    def _result(self, child: Child[StepRecord]) -> PredictedStep:
         with warnings.catch_warnings():
             # That it cannot keep to the budget is what the row says.
             warnings.filterwarnings("ignore", "remat: the budget of")
@@ -436,15 +436,15 @@ def _row(
         if techniques == ALL[0]:
             raise
         if isinstance(error, NothingToClip):
-            row = Fit(*techniques.told, reason=_NOTHING_TO_CLIP)
+            row = Fit(*techniques.row, reason=_NOTHING_TO_CLIP)
             return _Tried(row, leaves_nothing_to_clip=True)
         is_unpredicted = isinstance(error, NotPredicted)
-        row = Fit(*techniques.told, reason=_reason(error), is_unpredicted=is_unpredicted)
+        row = Fit(*techniques.row, reason=_reason(error), is_unpredicted=is_unpredicted)
         return _Tried(row)
     # A disk, or the bus to gradients and states, is not asked how fast it is.
     is_known = predictions.as_built and not techniques.keeps_elsewhere
     row = Fit(
-        *techniques.told, peak, step.at_peak, needed <= budget, largest,
+        *techniques.row, peak, step.at_peak, needed <= budget, largest,
         moved=step.most_moved or None, bus_seconds=step.bus_seconds or None,
         reserved=None if step.reserved is None else needed,
         remat_budget=predictions.remat_budget(techniques),

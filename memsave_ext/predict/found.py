@@ -242,7 +242,7 @@ class Fits:
                 check_same(meeting, {"technique": chosen.name})
                 if self.devices != len(meeting.ranks):
                     row = None  # of a step that is wrapped otherwise
-            row = row or Fit(*chosen.told)
+            row = row or Fit(*chosen.row)
             made = apply(
                 chosen, model, optimizer, self.budget, row.peak, remat_budget=row.remat_budget,
                 time=row.time, others=self.others, place=self.offload, may_be_wrapped=True,
@@ -251,7 +251,7 @@ class Fits:
             )  # fmt: skip
             if meeting is not None:
                 made.warns = meeting.is_first
-                meeting.told(None)
+                meeting.all_gather(None)
             return made
 
     def chosen(self, who: str, technique: str | None) -> tuple[Techniques, Fit | None]:

@@ -35,7 +35,7 @@ _SECONDS_PER_PARAMETER = 0.15
 _EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
-class Told(NamedTuple):
+class StepRecord(NamedTuple):
     """What a child tells of a step."""
 
     record: Record
@@ -62,8 +62,8 @@ def _segments_expand() -> bool:
 class _Recorded:
     """In place of a tracker: what one has recorded in a child."""
 
-    def __init__(self, told: Told) -> None:
-        self.live, self.peak, self._record = told.live, told.peak, told.record
+    def __init__(self, step: StepRecord) -> None:
+        self.live, self.peak, self._record = step.live, step.peak, step.record
 
     def record(self) -> Record:
         return self._record
@@ -90,17 +90,17 @@ class PredictedStep(Reported):
 
     timed = False
 
-    def __init__(self, told: Told, device: torch.device) -> None:
+    def __init__(self, step: StepRecord, device: torch.device) -> None:
         modules, names = Modules(None), Names()
-        modules.names, modules.layers = told.modules, told.layers
-        names.texts = told.names
-        super().__init__(_Recorded(told), device, modules, names)
-        self.bus_seconds, self.seconds = told.bus_seconds, told.seconds
-        self.others = told.others
-        self._elsewhere = told.elsewhere
+        modules.names, modules.layers = step.modules, step.layers
+        names.texts = step.names
+        super().__init__(_Recorded(step), device, modules, names)
+        self.bus_seconds, self.seconds = step.bus_seconds, step.seconds
+        self.others = step.others
+        self._elsewhere = step.elsewhere
         self.reserved_expandable: int | None = None
-        if told.reserved:
-            default, self.reserved_expandable = told.reserved
+        if step.reserved:
+            default, self.reserved_expandable = step.reserved
             self.reserved = self.reserved_expandable if _segments_expand() else default
 
     def remedies(self) -> list[str]:
@@ -240,7 +240,7 @@ def start(
     evaluates: bool = False,
     timeout: float | None = None,
     tell: Callable[[str], object] = lambda _: None,
-) -> Child[Told]:
+) -> Child[StepRecord]:
     """Starts a child that predicts a step.
 
     Args:
@@ -256,9 +256,9 @@ def start(
     if device.type == "cuda":
         ask_for_child()
 
-    def run() -> Told:
+    def run() -> StepRecord:
         instead = uses.evaluate if uses is not None and evaluates else None
-        return _told(build, tensors, others, device, timeout is None, instead, ranks)
+        return _record_step(build, tensors, others, device, timeout is None, instead, ranks)
 
     try:
         return Child(run, SECONDS if timeout is None else timeout, tell)
@@ -266,14 +266,14 @@ def start(
         raise _no_result(error) from None
 
 
-def result_of(child: Child[Told]) -> Told:
+def result_of(child: Child[StepRecord]) -> StepRecord:
     """Returns what the child tells; raises NoResult where it tells nothing."""
     try:
-        told = child.result()
+        step = child.result()
     except ChildError as error:
         raise _no_result(error) from None
-    learn(told.learned)
-    return told
+    learn(step.learned)
+    return step
 
 
 class NoResult(NotPredicted):
@@ -285,7 +285,7 @@ def _no_result(error: ChildError) -> NoResult:
     return NoResult(f"predict: the step cannot be predicted: {error}{more}")
 
 
-def _told(
+def _record_step(
     build: Build,
     tensors: Iterable[Tensor],
     others: Iterable[Tensor],
@@ -293,7 +293,7 @@ def _told(
     may_take_longer: bool,
     instead: Callable[[], object] | None,
     ranks: Ranks | None,
-) -> Told:
+) -> StepRecord:
     """In a child: builds, makes the first steps, and follows one, or what runs instead."""
     tracker = FakeTracker(device)
     if ranks is not None:
@@ -330,7 +330,7 @@ def _told(
     record = tracker.record()
     more = modules.names, modules.layers, tracker.storages.repeats.learned()
     of_step = tracker.live, tracker.peak, *times, tracker.others, tracker.reserved
-    return Told(record, *of_step, tracker.elsewhere, names.texts, *more)
+    return StepRecord(record, *of_step, tracker.elsewhere, names.texts, *more)
 
 
 def _adopt_all(adopt: Callable[[Any], None], model: nn.Module, optimizer: Optimizer | None) -> None:

@@ -94,7 +94,7 @@ class Techniques:
         return ", ".join(costs) or "none"
 
     @property
-    def told(self) -> tuple[str, str, str]:
+    def row(self) -> tuple[str, str, str]:
         """What a row says of them."""
         return self.name, self.cost, self.bits
 

@@ -59,13 +59,13 @@ class Ahead:
         pure: tuple[type[Function], ...],
         seconds: float,
         model: int,
-        told: nn.Module | None,
+        reported: nn.Module | None,
     ) -> str | None:
         """Plans a step with such arguments, unless one is known. Returns why it cannot.
 
         ``pure``: Functions that are declared to be. ``seconds``: how long it may run, besides what
-        its parameters take. ``model``: whose step it is; see :func:`.budget.number_of`. ``told``:
-        the model whose modules reports tell apart.
+        its parameters take. ``model``: whose step it is; see :func:`.budget.number_of`.
+        ``reported``: the model whose modules reports tell apart.
         """
         native: Any = _parts.native("remat")
         signature = _signature(module, args, kwargs, device)
@@ -81,7 +81,7 @@ class Ahead:
                         if isinstance(step, int) and native.remat_knows(device, step)
                     }
                 with tell(pure) or nullcontext():
-                    known = _run(module, args, kwargs, device, forward, seconds, model, told)
+                    known = _run(module, args, kwargs, device, forward, seconds, model, reported)
                 self._steps[signature] = known
         return known if isinstance(known, str) else None
 
@@ -150,7 +150,7 @@ def _run(
     forward: Forward,
     seconds: float,
     model: int,
-    told: nn.Module | None,
+    reported: nn.Module | None,
 ) -> int | str:
     """Runs a step on fake tensors, and lets the native part plan it.
 
@@ -166,7 +166,7 @@ def _run(
     values = values_elsewhere((args, kwargs))
 
     def run() -> tuple[bytes | None, Learned]:
-        return _step_on_fakes(module, args, kwargs, device, forward, values, collectives, told)
+        return _step_on_fakes(module, args, kwargs, device, forward, values, collectives, reported)
 
     try:
         parameters = sum(1 for _ in module.parameters())
@@ -191,7 +191,7 @@ def _step_on_fakes(
     forward: Forward,
     values: list[tuple[Tensor, Any]],
     collectives: Any,
-    told: nn.Module | None,
+    reported: nn.Module | None,
 ) -> tuple[bytes | None, Learned]:
     """In a child: runs a step that keeps everything, as a block records it, and returns what the
     native part knows of it then, and what was learned of operators."""
@@ -216,8 +216,8 @@ def _step_on_fakes(
                 _step_in_backward(param, owner, device)
         fakes.enter()
         recorder = make_recorder(False, Budget(2**62, 2**62), False, torch.device("cpu"))
-        if told is not None:
-            recorder.tell_modules(told)
+        if reported is not None:
+            recorder.tell_modules(reported)
         with ExitStack() as stack:
             stack.callback(recorder.undo_open)
             recorder.open()

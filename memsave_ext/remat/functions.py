@@ -73,7 +73,7 @@ class _Declared:
         forward = function.forward
         self.own = function.__dict__.get("forward")
         takes_context = not _is_defined(function.setup_context)
-        self.forward = _told(forward, takes_context, self.number)
+        self.forward = _recorded_forward(forward, takes_context, self.number)
         function.forward = staticmethod(self.forward)
 
     def remove(self) -> None:
@@ -118,11 +118,13 @@ def _remove(declared: _Declared) -> None:
         declared.remove()
 
 
-def _told(forward: Callable[..., Any], takes_context: bool, number: int) -> Callable[..., Any]:
+def _recorded_forward(
+    forward: Callable[..., Any], takes_context: bool, number: int
+) -> Callable[..., Any]:
     native: Any = _parts.native("remat")
 
     @functools.wraps(forward)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def recorded(*args: Any, **kwargs: Any) -> Any:
         # What torch.compile traces runs elsewhere.
         if torch.compiler.is_compiling() or kwargs or not native.remat_is_recording():
             return forward(*args, **kwargs)
@@ -146,7 +148,7 @@ def _told(forward: Callable[..., Any], takes_context: bool, number: int) -> Call
             running.cancel()
             raise
 
-    return told
+    return recorded
 
 
 def _results(out: Any, context: Any) -> list[Tensor]:

@@ -161,10 +161,10 @@ def test_what_one_raises_all_do(store, raising, error, told):
     def run(meeting):
         with meeting.errors_told():
             for number in range(told):
-                assert meeting.told((meeting.rank, number)) == [(r, number) for r in range(3)]
+                assert meeting.all_gather((meeting.rank, number)) == [(r, number) for r in range(3)]
             if meeting.rank == raising:
                 raise error
-            meeting.told(None)
+            meeting.all_gather(None)
 
     for _ in range(2):
         raised = on_threads(meetings(3, store), run)
@@ -174,7 +174,7 @@ def test_what_one_raises_all_do(store, raising, error, told):
             assert str(raised[rank]) == text
             kind = torch.OutOfMemoryError if "Memory" in text else RuntimeError
             assert type(raised[rank]) is kind
-    assert on_threads(meetings(3, store), lambda m: m.told(m.rank)) == [[0, 1, 2]] * 3
+    assert on_threads(meetings(3, store), lambda m: m.all_gather(m.rank)) == [[0, 1, 2]] * 3
 
 
 @pytest.mark.once
@@ -184,14 +184,14 @@ def test_none_waits_for_ever(store, late):
     first, second = meetings(2, store)
     there, other = (second, first) if late == 0 else (first, second)
     with pytest.raises(RuntimeError, match=f"fit: rank {late} has not called it within") as raised:
-        there.told(1)
+        there.all_gather(1)
     assert "the time limit of the process group. All processes that train" in str(raised.value)
     # Who comes late is told so, and later they meet again.
     store.set_timeout(datetime.timedelta(seconds=60))
     if late == 1:
         with pytest.raises(RuntimeError, match="fit: rank 1 has not called it within"):
-            other.told(1)
-        assert on_threads(meetings(2, store), lambda m: m.told(m.rank)) == [[0, 1]] * 2
+            other.all_gather(1)
+        assert on_threads(meetings(2, store), lambda m: m.all_gather(m.rank)) == [[0, 1]] * 2
 
 
 @pytest.mark.once
