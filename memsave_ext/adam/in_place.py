@@ -185,6 +185,7 @@ def _remake(
             optimizer.load_state_dict(saved)
         if condition is not None:
             optimizer.accumulate_when(condition)
+        _put_into_those_before(optimizer, before)
     except BaseException:
         if "_stepper" in optimizer.__dict__:
             owners.release(optimizer)
@@ -194,6 +195,16 @@ def _remake(
         if was_in_backward:
             optimizer._attach(p for group in optimizer.param_groups for p in group["params"])
         raise
+
+
+def _put_into_those_before(optimizer: Any, before: dict[str, Any]) -> None:
+    """A training loop may have kept its groups, in which it sets a rate, or its states."""
+    for old, new in zip(before["param_groups"], optimizer.param_groups, strict=True):
+        old.clear()
+        old.update(new)
+    before["state"].clear()
+    before["state"].update(optimizer.state)
+    optimizer.param_groups, optimizer.state = before["param_groups"], before["state"]
 
 
 def taken_by(kind: type[Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -174,6 +174,41 @@ def test_our_adam_takes_the_place_of_torchs(technique, before):
     assert loop.losses == pytest.approx(plain.losses, rel=rtol)
 
 
+@pytest.mark.parametrize(
+    "technique",
+    ["optimizer in backward", "Adam in backward", "Adam in backward, 8-bit states", "as built"],
+)
+def test_groups_and_states_that_a_loop_has_kept(technique):
+    """It may set a rate there, without asking the optimizer for them again."""
+    model, x = Net(), torch.randn(16, 32)
+    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
+    square(model(x)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    groups, states, dicts = optimizer.param_groups, optimizer.state, [*optimizer.param_groups]
+
+    def trains_at_kept_rate():
+        for group in dicts:
+            group["lr"] = 0.0
+            group["weight_decay"] = 0.0
+        before = [p.detach().clone() for p in model.parameters()]
+        square(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(map(torch.equal, before, model.parameters()))
+        assert optimizer.param_groups is groups and optimizer.state is states
+        assert all(map(lambda a, b: a is b, groups, dicts))
+        assert len(states) == len({*model.parameters()})
+
+    applied = ms.fit(
+        model, optimizer, x, budget=GB, loss=square, technique=technique, verbose=False
+    )
+    trains_at_kept_rate()
+    applied.undo()
+    trains_at_kept_rate()
+    assert type(optimizer) is torch.optim.AdamW
+
+
 def test_the_cheapest_that_fits_is_applied_and_said(capsys):
     loop = Loop()
     plain = loop.fit("as built").predicted
