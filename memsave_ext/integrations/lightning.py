@@ -49,6 +49,8 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
     Args:
         budget, technique, others, offload, verbose, timeout, means: as of
             :func:`memsave_ext.fit`.
+        in_backward: as of :func:`memsave_ext.fit`. Say False where a callback or the module looks
+            at gradients or changes them.
         largest: the largest batch of the training, as ``training_step()`` gets it; the step is
             predicted with it in place of the first batch. Without it, a UserWarning says where a
             batch is larger than the first.
@@ -73,6 +75,7 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         budget: str | int,
         *,
         technique: str | None = None,
+        in_backward: bool = True,
         largest: Any = None,
         clip_each: bool = False,
         others: Iterable[nn.Module | Tensor] = (),
@@ -83,8 +86,8 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
     ) -> None:
         self.fitted: Applied | None = None
         self._budget, self._options = checked_request(
-            budget, technique=technique, means=means, others=others, offload=offload,
-            verbose=verbose, timeout=timeout,
+            budget, in_backward=in_backward, technique=technique, means=means, others=others,
+            offload=offload, verbose=verbose, timeout=timeout,
         )  # fmt: skip
         self._largest = largest
         self._larger: LargerBatches | None = None
@@ -144,7 +147,6 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
             self._budget,
             meeting,
             is_largest=is_largest,
-            refused=_CLIPS if clips and not each else "",
             micro_batches=self._micro_batches,
             forward=loss,
             keeps_gradients=True,  # it zeroes them after training_step()
@@ -154,7 +156,7 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
                 "max_grad_norm": trainer.gradient_clip_val if each else None,
                 "grad_scaler": getattr(trainer.precision_plugin, "scaler", None),
             },
-            **self._options,
+            **self._options | ({"refused": _CLIPS} if clips and not each else {}),
         )
         self._larger = LargerBatches(predicted) if self.fitted.warns else None
         if self._larger is not None:

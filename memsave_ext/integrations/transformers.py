@@ -53,6 +53,8 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         loss: as of :func:`memsave_ext.fit`; needed where the Trainer computes the loss itself, as
             with ``compute_loss_func`` or ``label_smoothing_factor``.
         technique, means: as of :func:`memsave_ext.fit`.
+        in_backward: as of :func:`memsave_ext.fit`. Say False where a callback, or a method of the
+            Trainer, looks at gradients or changes them.
         largest: the largest batch of the training, as the model is called with it, a dict of
             tensors for example; the step is predicted with it in place of the first batch. Without
             it, a UserWarning says where a batch is larger than the first.
@@ -82,6 +84,7 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         *,
         loss: Callable[..., Tensor] | None = None,
         technique: str | None = None,
+        in_backward: bool = True,
         largest: Any = None,
         clip_each: bool = False,
         others: Iterable[nn.Module | Tensor] = (),
@@ -92,8 +95,8 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.fitted: Applied | None = None
         self._budget, self._options = checked_request(
-            budget, technique=technique, means=means, others=others, offload=offload,
-            verbose=verbose, timeout=timeout,
+            budget, in_backward=in_backward, technique=technique, means=means, others=others,
+            offload=offload, verbose=verbose, timeout=timeout,
         )  # fmt: skip
         self._options["loss"] = loss
         if largest is not None:
@@ -155,13 +158,13 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
                     self._budget,
                     meeting,
                     is_largest=largest is not None,
-                    refused=_CLIPS if clips and not self._clip_each else "",
                     micro_batches=args.gradient_accumulation_steps,
                     options={
                         "accumulate_when": lambda: not gradients.sync_gradients or self._is_over(),
                         "max_grad_norm": args.max_grad_norm if clips else None,
                     },
-                    **self._options,
+                    **self._options
+                    | ({"refused": _CLIPS} if clips and not self._clip_each else {}),
                 )
             self._take_clipping(args)
             if self.fitted.warns:

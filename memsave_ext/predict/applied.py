@@ -275,8 +275,8 @@ class Applied:
             f"memsave_ext: a step had a peak of {format_bytes(measured)} with {self.technique}, "
             f"and {format_bytes(self.predicted)} was predicted "
             f"({measured / self.predicted - 1:+.1%}; the budget is {format_bytes(self.budget)}). "
-            "The reason may be a batch of another size, or tensors that the training loop makes "
-            "besides the model, its optimizer and its loss.",
+            "The reason may be a batch of another size, a loop that calls the model more than once "
+            "in a step, or tensors that it makes besides the model, its optimizer and its loss.",
         )
 
 

@@ -127,11 +127,10 @@ def fit(
             technique = technique_of("fit", technique, means)
             check_bool("fit: in_backward", in_backward)
             check_timeout("fit", timeout)
-            reason = "" if in_backward else "in_backward=False"
             made = fitted(
                 model, optimizer, batch, budget, meeting, loss=loss, technique=technique,
-                refused=reason, micro_batches=micro_batches, verbose=verbose, others=others,
-                place=offload, options=options, timeout=timeout,
+                refused=_refusal(in_backward), micro_batches=micro_batches, verbose=verbose,
+                others=others, place=offload, options=options, timeout=timeout,
             )  # fmt: skip
         if max_grad_norm is not None and not made.steps_in_backward and made.warns:
             warn(
@@ -352,9 +351,14 @@ def _resume_bytes(
     return needed
 
 
+def _refusal(in_backward: bool) -> str:
+    return "" if in_backward else "in_backward=False"
+
+
 def checked_request(
     budget: object,
     *,
+    in_backward: bool,
     technique: str | None,
     means: str | None,
     others: Iterable[nn.Module | Tensor],
@@ -369,12 +373,14 @@ def checked_request(
         TypeError, ValueError: an argument is not as :func:`fit` says.
     """
     technique = technique_of("Fit", technique, means)
+    check_bool("Fit: in_backward", in_backward)
     check_timeout("Fit", timeout)
     if technique is not None:
         named("Fit", technique)
     return read_budget("Fit", budget), {
         "technique": technique, "others": others, "verbose": verbose,
         "place": check_offload("Fit", offload, None, True, None), "timeout": timeout,
+        "refused": _refusal(in_backward),
     }  # fmt: skip
 
 

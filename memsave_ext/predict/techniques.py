@@ -82,7 +82,7 @@ class Techniques:
 
     @property
     def cost(self) -> str:
-        costs = ["logits computed again"] * self.loss_head
+        costs = ["logits computed again, None in training"] * self.loss_head
         costs += ["cheap operators computed again"] * self.remat
         again = "computed again or results moved" if self.offload else "computed again"
         costs += [f"operators {again}, as few as needed"] * self.within_budget

@@ -222,6 +222,46 @@ def steps_nothing(model, loss):
     model.zero_grad()
 
 
+def halves(grads):
+    for grad in grads:
+        grad.mul_(0.5)
+
+
+@pytest.mark.usefixtures("few_techniques")
+def test_a_trainer_that_changes_gradients(tmp_path):
+    class Halving(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+            halves(p.grad for p in model.parameters())
+
+    def run(callback):
+        made = Run(tmp_path, callback)
+        made.trainer.add_callback(Halving())
+        return made.train()
+
+    plain, probe = run(None), fit(technique="as built", in_backward=False)
+    run(probe)
+    callback = fit(int(0.9 * probe.fitted.predicted), in_backward=False)
+    run(callback).assert_same(plain)
+    assert callback.fitted.technique != "as built" and not callback.fitted.steps_in_backward
+
+
+def test_a_module_that_changes_gradients():
+    def net():
+        made = Net()
+        made.on_before_optimizer_step = lambda _: halves(p.grad for p in made.parameters())
+        return made
+
+    plain, _ = lightning(net=net())
+    callback = lightning_fit(in_backward=False)
+    trained, _ = lightning(callback, net())
+    assert trained.losses == plain.losses and not callback.fitted.steps_in_backward
+    for make in (fit, lightning_fit):
+        with pytest.raises(TypeError, match="Fit: in_backward must be True or False, got 'no'"):
+            make(in_backward="no")
+    with pytest.raises(ValueError, match=f"{IN_BACKWARD} does not apply: in_backward=False"):
+        lightning(lightning_fit(technique=IN_BACKWARD, in_backward=False))
+
+
 @pytest.mark.parametrize("technique", [IN_BACKWARD, SMALL])
 def test_nothing_steps_after_the_training(tmp_path, technique):
     run = Run(tmp_path, fit(technique=technique)).train()
