@@ -340,10 +340,10 @@ def check(
             f"{who}: optimizer must be a torch.optim.Optimizer or None, got "
             f"{type(optimizer).__name__}"
         )
-    if any(applied_to(part) is not None for part in _with_inside(model)):
+    if any(applied_to(part) is not None for part in model.modules()):
         raise ValueError(
-            f"{who}: a technique is applied to this {type(model).__name__} already: call undo() of "
-            "what the earlier fit() or apply() returned"
+            f"{who}: a technique is applied to this {type(model).__name__}, or within it, already: "
+            "call undo() of what the earlier fit() or apply() returned"
         )
     outer = model if may_be_wrapped and isinstance(model, DistributedDataParallel) else None
     for module in model.modules():

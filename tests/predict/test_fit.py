@@ -519,10 +519,11 @@ def test_what_is_in_memory():
 def test_twice_is_an_error_until_it_is_undone():
     loop = Loop()
     fitted = loop.fit("checkpoint by block")
-    with pytest.raises(
-        ValueError, match=r"fit: a technique is applied to this Net already: call undo\(\)"
-    ):
-        loop.fit("checkpoint by block")
+    for model in (loop.model, nn.Sequential(loop.model)):
+        with pytest.raises(
+            ValueError, match=r"fit: a technique is applied to this .* already: call undo\(\)"
+        ):
+            ms.fit(model, loop.optimizer, torch.randn(4, 32), budget=GB, loss=square)
     fitted.undo()
     loop.fit("checkpoint by block, optimizer in backward").undo()
     fitted.undo()
