@@ -206,7 +206,7 @@ _OTHERS = {
     "made before": _made_before_sharding,
 }
 _TWICE = "the model is wrapped twice: DistributedDataParallel is around DistributedDataParallel"
-_ALREADY = "a technique is applied to this DistributedDataParallel already"
+_ALREADY = "a technique is applied to this DistributedDataParallel, or within it, already"
 _BEFORE = "not in model: it was made before fully_shard(), whose shards it must step"
 WRONG = {
     "a budget": (_BY_ONE + "ValueError: fit: budget must be", "ValueError: fit: budget must be"),
