@@ -346,6 +346,7 @@ FunctionResult CheckpointNode::call_again(const Saved& saved, const variable_lis
   {
     const ReadObserver observer(outside_.find_changed({function.ptr()}), &pending_);
     const RecomputeGuard guard(saved.surroundings);
+    const OwnGeneratorsGuard generators(outside_.generators());
     const ForwardRecordScope scope(forward_record_, ForwardRecordScope::kReplaying);
     result = FunctionResult::of_call(function, arguments);
     reads = observer.reads();

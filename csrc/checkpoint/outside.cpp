@@ -2,6 +2,7 @@
 
 #include <c10/util/hash.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/Generator.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -88,13 +89,17 @@ bool is_record(PyObject* object) {
   return Py_TYPE(object) == Types::get().namespace_ || is_dataclass(object);
 }
 
+bool is_generator(PyObject* object) {
+  return PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(THPGeneratorClass));
+}
+
 // Whether a function looks at a global of this kind, one of its own file where it is a function.
 bool is_looked_at(PyObject* object, PyObject* globals) {
   if (PyModule_Check(object) || PyType_Check(object) || PyCFunction_Check(object)) return false;
   if (PyFunction_Check(object)) return PyFunction_GET_GLOBALS(object) == globals;
   return THPVariable_Check(object) || is_module(object) || PyTuple_Check(object) ||
          PyList_Check(object) || PyDict_Check(object) || PyMethod_Check(object) ||
-         Py_TYPE(object) == Types::get().partial || is_record(object);
+         Py_TYPE(object) == Types::get().partial || is_record(object) || is_generator(object);
 }
 
 // Asked where something differs alone, as it takes long. Attributes' names are a code's, too.
@@ -268,6 +273,8 @@ void TensorWalk::visit_inside(PyObject* object) {
   }
   if (is_record(object)) {
     for_each_attribute(object, [&](PyObject* name, PyObject* value) { visit(value, name); });
+  } else if (generators_ != nullptr && is_generator(object)) {
+    generators_->add(reinterpret_cast<THPGenerator*>(object)->cdata);
   }
 }
 
@@ -426,7 +433,7 @@ void OutsideTensors::note(const std::vector<PyObject*>& roots) {
         noted_.push_back(Noted::of(THPVariable_Unpack(tensor), tensors.place()));
         devices_.add(THPVariable_Unpack(tensor));
       },
-      note_names());
+      note_names(), &generators_);
   walk(roots, tensors);
 }
 

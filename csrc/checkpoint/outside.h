@@ -25,8 +25,8 @@ namespace memsave_ext::checkpoint {
 // the GIL.
 void for_each_tensor(PyObject* output, const std::function<void(PyObject*)>& use);
 
-// Visits, always in the same order, tensors in: tuples, lists, dicts, dataclasses and
-// SimpleNamespace, nested, unless they are very large; parameters, buffers and attributes of
+// Visits, always in the same order, tensors and generators in: tuples, lists, dicts, dataclasses
+// and SimpleNamespace, nested, unless they are very large; parameters, buffers and attributes of
 // modules, but not buffers of torch's norms in training, which do not read them; what functions and
 // modules' forward close over, have as defaults, and name as globals, other functions of their file
 // among them; the objects that bound methods belong to; the parts of functools.partial. What holds
@@ -41,8 +41,9 @@ class TensorWalk {
   using NameVisitor =
       std::function<std::optional<size_t>(PyObject* object, size_t place, size_t first)>;
 
-  TensorWalk(Visitor visitor, NameVisitor names)
-      : visitor_(std::move(visitor)), names_(std::move(names)) {}
+  // `generators`: to which those that are visited are added; null for none.
+  TensorWalk(Visitor visitor, NameVisitor names, OwnGenerators* generators = nullptr)
+      : visitor_(std::move(visitor)), names_(std::move(names)), generators_(generators) {}
 
   void visit(PyObject* object, PyObject* key = nullptr, Py_ssize_t index = -1,
              std::optional<size_t> place = std::nullopt);
@@ -75,6 +76,7 @@ class TensorWalk {
 
   Visitor visitor_;
   NameVisitor names_;
+  OwnGenerators* const generators_;
   size_t place_inside(PyObject* key, Py_ssize_t index);
 
   bool is_buffer_ = false;
@@ -96,7 +98,8 @@ struct ChangedTensor {
 class OutsideTensors {
  public:
   // All need the GIL. `roots` are the function and what it is called with.
-  // Notes, before the forward, identity, storage and version of every tensor reached from `roots`.
+  // Notes, before the forward, identity, storage and version of every tensor reached from `roots`,
+  // and generators' states.
   void note(const std::vector<PyObject*>& roots);
   // After the forward: notes the tensors as they are now, and which of them the forward itself has
   // changed. These are left out, but for buffers, which the recompute would find changed.
@@ -105,6 +108,7 @@ class OutsideTensors {
   std::vector<ChangedTensor> find_changed(const std::vector<PyObject*>& roots) const;
   // Those that the noted tensors are on.
   const CudaDevices& devices() const { return devices_; }
+  const OwnGenerators& generators() const { return generators_; }
 
  private:
   struct Noted {
@@ -146,6 +150,7 @@ class OutsideTensors {
   std::vector<Noted> noted_;
   std::vector<Name> names_;
   CudaDevices devices_;
+  OwnGenerators generators_;
 };
 
 // A read, by one of the recompute's operators, of a tensor that had changed.

@@ -390,6 +390,8 @@ void Region::recompute(const BackwardKey& key) {
     ReadObserver observer(check ? outside_.find_changed(roots()) : std::vector<ChangedTensor>(),
                           check ? &*pending_ : nullptr);
     const RecomputeGuard guard(surroundings_);
+    std::optional<OwnGeneratorsGuard> generators;
+    if (options_.preserve_rng_state) generators.emplace(outside_.generators());
     const HookGuard hooks(std::make_shared<RecomputePacker>(run));
     const ForwardRecordScope scope(forward_record_, ForwardRecordScope::kReplaying);
     result = PyObject_Call(recompute_function_.ptr(), arguments.ptr(),

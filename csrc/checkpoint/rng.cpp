@@ -131,6 +131,33 @@ RngGuard::~RngGuard() {
   }
 }
 
+void OwnGenerators::add(at::Generator generator) {
+  // CUDA's tell no state while a graph is captured.
+  if (generator.device().is_cuda() && GraphRng::current()) return;
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  states_.emplace_back(generator, generator.clone());
+}
+
+void OwnGenerators::restore() const {
+  for (auto [generator, state] : states_) {
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_state(state.get_state());
+  }
+}
+
+OwnGeneratorsGuard::OwnGeneratorsGuard(const OwnGenerators& generators) {
+  for (const auto& [generator, state] : generators.states_) outer_.add(generator);
+  generators.restore();
+}
+
+OwnGeneratorsGuard::~OwnGeneratorsGuard() {
+  try {
+    outer_.restore();
+  } catch (const std::exception&) {
+    // The device has failed, of which others will tell.
+  }
+}
+
 #ifndef MEMSAVE_EXT_WITH_CUDA
 std::optional<GraphRng> GraphRng::current() { return std::nullopt; }
 GraphRngScope::GraphRngScope(const GraphRng&) {}

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace memsave_ext::checkpoint {
@@ -132,6 +133,30 @@ class RngGuard {
  private:
   RngState outer_;
   std::optional<GraphRngScope> graph_;
+};
+
+// Generators of the user's, from which a function may draw, with their states before its forward.
+class OwnGenerators {
+ public:
+  void add(at::Generator generator);
+
+ private:
+  friend class OwnGeneratorsGuard;
+  void restore() const;
+
+  std::vector<std::pair<at::Generator, at::Generator>> states_;  // each with a copy
+};
+
+// Sets these states for a scope and restores what it found.
+class OwnGeneratorsGuard {
+ public:
+  explicit OwnGeneratorsGuard(const OwnGenerators& generators);
+  ~OwnGeneratorsGuard();
+  OwnGeneratorsGuard(const OwnGeneratorsGuard&) = delete;
+  OwnGeneratorsGuard& operator=(const OwnGeneratorsGuard&) = delete;
+
+ private:
+  OwnGenerators outer_;
 };
 
 }  // namespace memsave_ext::checkpoint

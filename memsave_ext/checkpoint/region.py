@@ -85,7 +85,9 @@ def checkpoint(
         use_reentrant: accepted for code written for torch. True is served by the same path, which
             does all that torch's reentrant variant does.
         preserve_rng_state: replay random numbers: of the CPU, of the current CUDA device and of
-            those that tensors are on which the function is given, may read or saves for backward.
+            those that tensors are on which the function is given, may read or saves for backward;
+            and of the torch.Generator objects among what ``determinism_check`` looks through,
+            unless that is "none".
         context_fn: returns a pair of context managers, for the forward and for recomputes, such as
             torch.utils.checkpoint.create_selective_checkpoint_contexts makes.
         determinism_check: "default" compares shape, dtype and device of every saved tensor with its

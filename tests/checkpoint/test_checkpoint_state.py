@@ -231,6 +231,49 @@ def test_rrelu_fills_its_noise_after_saving_it(inplace, size):
     both(lambda run: run(function, x).view(-1)[1:].sum(), (x,))
 
 
+class Noisy(nn.Module):
+    """Draws from generators that it, a closure and a file have."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.linear, self.generator, self.own = nn.Linear(8, 8), torch.Generator(), own
+
+    def forward(self, x):
+        x = self.linear(x).sin() * torch.rand(x.shape, generator=self.generator)
+        x = x.sin() * torch.rand(x.shape, generator=self.own[0])
+        return x.sin() * torch.rand(x.shape, generator=_of_file)
+
+
+_of_file = torch.Generator()
+
+
+@pytest.mark.parametrize("run", [checkpoint, "CheckpointFunction"])
+def test_numbers_of_own_generators_are_drawn_again(run):
+    generators = [torch.Generator(), _of_file]
+
+    def trained(run):
+        torch.manual_seed(0)
+        model = Noisy(generators[:1])
+        generators_now = [*generators, model.generator]
+        for number, generator in enumerate(generators_now):
+            generator.manual_seed(number)
+        x = torch.randn(4, 8)
+        for _ in range(2):
+            x = run(model, x)
+        x.sum().backward()
+        states = [g.get_state() for g in generators_now]
+        return [x, *(p.grad for p in model.parameters()), *states]
+
+    def explicit(model, x):
+        return ms.CheckpointFunction.apply(model, 1, x, *model.parameters())
+
+    got = trained(explicit if isinstance(run, str) else run)
+    assert_equal(trained(lambda model, x: model(x)), got)
+    if run is checkpoint:
+        other = trained(lambda model, x: checkpoint(model, x, preserve_rng_state=False))
+        assert not torch.equal(other[1], got[1])
+
+
 @dataclasses.dataclass(slots=True)
 class Result:
     y: torch.Tensor

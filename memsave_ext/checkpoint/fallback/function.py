@@ -130,7 +130,7 @@ class Node(torch.autograd.Function):
         ctx.surroundings = Surroundings.capture()
         ctx.forward_record = {}
         ctx.outside = OutsideTensors()
-        ctx.outside.note([forward.function])
+        ctx.surroundings.rng.add(ctx.outside.note([forward.function]))
         ctx.surroundings.rng.keep(ctx.outside.devices | cuda_devices(tensors))
         with (
             uncached_autocast(ctx.surroundings.autocast),

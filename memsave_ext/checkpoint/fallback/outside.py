@@ -23,7 +23,9 @@ from .stepped import ByteRange, Pending
 
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))  # names that torch gives to every module's
 
-_LOOKED_AT = (Tensor, nn.Module, tuple, list, dict, MethodType, functools.partial)
+_LOOKED_AT = (
+    Tensor, nn.Module, tuple, list, dict, MethodType, functools.partial, torch.Generator
+)  # fmt: skip
 
 Place = tuple[int, str]  # the root that leads to it, and its name from there
 # With its place, whether it is a buffer, and whether a name that leads to it was another object.
@@ -38,20 +40,23 @@ class _Walk:
     visitor: Visitor
     names: NameVisitor
     visited: dict[int, Place]
+    generators: list[torch.Generator]
     of_another: bool = False
 
 
-def walk(roots: Iterable[Any], visitor: Visitor, names: NameVisitor) -> None:
-    """Call ``visitor`` with the tensors that ``roots`` lead to, always in the same order.
+def walk(roots: Iterable[Any], visitor: Visitor, names: NameVisitor) -> list[torch.Generator]:
+    """Call ``visitor`` with the tensors that ``roots`` lead to, always in the same order, and
+    return the generators.
 
     Where a name of a function was another object before, what it stands for is visited as if it
     were where that one was visited first, whether or not it was already.
     Without the tensors' ``__torch_function__``: a lazy module's parameter refuses to be looked at.
     """
-    one = _Walk(visitor, names, {})
+    one = _Walk(visitor, names, {}, [])
     with torch._C.DisableTorchFunctionSubclass():
         for number, root in enumerate(roots):
             _walk(root, one, (number, ""), 0)
+    return one.generators
 
 
 def _walk(value: Any, one: _Walk, place: Place, depth: int, is_buffer: bool = False) -> None:
@@ -122,6 +127,8 @@ def _walk(value: Any, one: _Walk, place: Place, depth: int, is_buffer: bool = Fa
     elif _is_record(value):
         for key, item in _attributes(value):
             visit(item, key)
+    elif isinstance(value, torch.Generator):
+        one.generators.append(value)
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -251,12 +258,14 @@ class OutsideTensors:
         self._names: dict[Place, dict[int, Place]] = {}
         self.devices: set[int] = set()  # CUDA's, that these are on
 
-    def note(self, roots: Iterable[Any]) -> None:
+    def note(self, roots: Iterable[Any]) -> list[torch.Generator]:
+        """Returns the generators that are reached, too."""
+
         def see(tensor: Tensor, place: Place, *_: bool) -> None:
             self._noted[place] = _Noted.of(tensor)
             self.devices.update(cuda_devices([tensor]))
 
-        walk(roots, see, self._note_name)
+        return walk(roots, see, self._note_name)
 
     def _note_name(self, value: Any, place: Place, first: Place) -> None:
         self._names.setdefault(place, {})[id(value)] = first

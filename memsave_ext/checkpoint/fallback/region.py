@@ -264,7 +264,9 @@ class _Region:
         self._recomputing_thread: int | None = None
         self._outside = OutsideTensors()
         if check:
-            self._outside.note(self._roots())
+            generators = self._outside.note(self._roots())
+            if surroundings.rng is not None:
+                surroundings.rng.add(generators)
 
     def devices(self) -> set[int]:
         """Returns CUDA's that the tensors are on which the function may read, and has saved."""

@@ -151,15 +151,23 @@ def uncached_autocast(state: AutocastState) -> Iterator[None]:
 class RngState:
     def __init__(self, cpu: torch.Generator, cuda: dict[int, Tensor]) -> None:
         self.cpu, self.cuda = cpu, cuda  # a generator is no tensor, which would count as memory
+        self.own: dict[torch.Generator, torch.Generator] = {}  # of the user's, with copies
 
     @staticmethod
-    def capture(devices: Iterable[int] | None = None) -> RngState:
-        """``devices``: CUDA's; None: all of them."""
+    def capture(
+        devices: Iterable[int] | None = None, own: Iterable[torch.Generator] = ()
+    ) -> RngState:
+        """``devices``: CUDA's; None: all of them. ``own``: other generators."""
         if devices is None:
             in_use = torch.cuda.is_initialized()
             devices = range(torch.cuda.device_count()) if in_use else ()
         cpu = torch.default_generator.clone_state()
-        return RngState(cpu, {d: torch.cuda.get_rng_state(d) for d in devices})
+        state = RngState(cpu, {d: torch.cuda.get_rng_state(d) for d in devices})
+        state.add(own)
+        return state
+
+    def add(self, own: Iterable[torch.Generator]) -> None:
+        self.own |= {generator: generator.clone_state() for generator in own}
 
     def keep(self, devices: Iterable[int]) -> None:
         """Forgets the states of all CUDA devices but these and the current one: on others other
@@ -172,6 +180,8 @@ class RngState:
         torch.set_rng_state(self.cpu.get_state())
         for device, state in self.cuda.items():
             torch.cuda.set_rng_state(state, device)
+        for generator, copy in self.own.items():
+            generator.set_state(copy.get_state())
 
 
 def is_recomputing() -> bool:
@@ -202,7 +212,7 @@ class Surroundings:
             stack.enter_context(self.settings.restored())
             stack.enter_context(uncached_autocast(self.autocast))
             if self.rng is not None:
-                stack.callback(RngState.capture(self.rng.cuda).restore)
+                stack.callback(RngState.capture(self.rng.cuda, self.rng.own).restore)
                 self.rng.restore()
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recomputing())
