@@ -87,7 +87,7 @@ test-fast: build  ## run the tests that most changes need, in two minutes
 stress: build $(TRAINERS)  ## run random programs against plain torch and float64, MINUTES=10
 	$(VENV) tests/stress/run.py --minutes $(MINUTES) $(STRESS)
 
-bench: build  ## run every benchmark, in an hour and a quarter on two cores
+bench: build  ## run every benchmark, in one to two hours on two cores
 	$(VENV) benchmarks/run_all.py
 
 guide: build  ## run the guide's cells, write what they print into docs/guide.md

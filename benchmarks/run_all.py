@@ -5,7 +5,7 @@
     python benchmarks/run_all.py --only densenet adam         # some
 
 Each runs in a process of its own, and what it prints goes to benchmarks/out/NAME.log. On two cores
-all of them take an hour and a quarter or more. One that fails does not stop the others.
+all of them take one to two hours. One that fails does not stop the others.
 """
 
 import argparse

@@ -84,4 +84,4 @@ def test_run_all_has_every_benchmark_and_ends_in_time():
     names = {name for name in scripts_that_record() if not name.endswith("_cuda")}
     names -= {"real_limit", "predict_time"}
     assert module.SECONDS.keys() == names >= module.OPTIONS.keys()
-    assert sum(module.SECONDS.values()) <= 75 * 60  # an hour and a quarter, as the pages say
+    assert sum(module.SECONDS.values()) <= 75 * 60  # the pages say one to two hours
