@@ -114,12 +114,13 @@ def batch_norm_table(record: Record) -> str:
 
 def batch_norm_caption(record: Record) -> str:
     missed = [bar for bar in record["bars"] if not bar["ok"]]
-    goals = "; ".join(f"{b['name']} {b['value']:.2f}, goal {b['bar']:.2f}" for b in missed)
+    goals = "; ".join(f"{b['name']} {b['value']:.2f} (goal {b['bar']:.2f})" for b in missed)
     of = {**record, "settings": {"threads": 1}}
     return (
         f"{TIMES} torch's speed, on one thread; torch's recompute is its forward. Over all rows, "
-        f"those of 2 threads and of memory fresh from the system too: "
-        f"{f'goals missed: {goals}' if missed else 'all goals met'}. {_in_place_abn(record)}"
+        "also those of 2 threads and of memory fresh from the system, "
+        f"{f'these goals were not reached: {goals}' if missed else 'all goals were reached'}. "
+        f"{_in_place_abn(record)}"
         f"{machine_line(of)}."
     )
 

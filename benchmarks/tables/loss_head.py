@@ -22,7 +22,8 @@ def loss_head_caption(record: Record) -> str:
     return (
         "Forward and backward in float32; the peak is above inputs, weight and states. Where rows "
         "are stepped, the time includes Adam's step, which the others do without. Medians of "
-        f"{record['settings']['rounds']} rounds in turns. {machine_line(record)}."
+        f"{record['settings']['rounds']} rounds in turns; the last column is the median of each "
+        f"round's ratio. {machine_line(record)}."
     )
 
 

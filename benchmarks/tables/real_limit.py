@@ -17,7 +17,7 @@ OWN = ("float32", "bfloat16")  # formats that a model has without being told
 _EXPLAINED = """\
 - Plain: fused AdamW, cross-entropy over logits.
 - torch's features: each block (layer of a transformer) checkpointed, the loss in checkpointed chunks, the tutorial's fused AdamW in backward.
-- Exact: `remat(budget="auto")`, which recomputes no more than the limit asks for; the loss without logits; `AdamW(in_backward=True)`. But for rounding: the loss is summed in another order, moments are float32.
+- Exact: `remat(budget="auto")`, which recomputes no more than the limit asks for; the loss without logits; `AdamW(in_backward=True)`. Results differ from the plain run's by rounding alone: the loss is summed in another order, and moments are float32.
 - Formats: as exact, with the most exact [parameters](docs/adam/bfloat16.md) (stochastic: rounded at random; split8: with 8 bits more) and [states](docs/adam/states.md) that fit: the second table names them.
 - Moving: as exact, with states and activations in files, and where the second table says so, weights."""  # noqa: E501
 

@@ -63,10 +63,6 @@ def renew(page: str, text: str, results: Path) -> str:
     return text
 
 
-def tracked(record: Record) -> list[float]:
-    return [row["ratio"] for row in record["rows"] if row["case"] == "track(model, optimizer)"]
-
-
 def remat(*methods: str, of: Sequence[str] = ()) -> Callable[[Record], list[float]]:
     """Times of these methods over the plain step's, of some models or of all."""
     return lambda record: [
@@ -138,13 +134,6 @@ log_probs = kl("log-probabilities")
 two_heads = kl("KL(teacher || student)", "KL(student || teacher)", "Jensen-Shannon")
 
 SENTENCES = (
-    Sentence(
-        README,
-        "[memory](docs/memory.md) | up to {} % of the step |",
-        "memory_overhead",
-        tracked,
-        most_percent,
-    ),
     Sentence(
         README,
         "| {} to {} % of a transformer's step, for half to a quarter of its activations |",
