@@ -24,7 +24,6 @@ def chunks_caption(record: Record) -> str:
     return (
         f"An MLP {layer} with GELU over {of['rows']} rows in float32; {TIMES} of checkpoint "
         "without chunks. The peak is above the input, the output and the gradients of both; those "
-        f"of parameters count. Medians of {record['settings']['rounds']} rounds in turns; {TIMES} is "
-        "the median of each round's ratio. "
-        f"{machine_line(record)}."
+        f"of parameters count. Medians of {record['settings']['rounds']} rounds in turns; "
+        f"{TIMES} is the median of each round's ratio. {machine_line(record)}."
     )
