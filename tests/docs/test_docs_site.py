@@ -66,6 +66,24 @@ def test_every_page_is_in_the_nav_once():
     assert sorted(entry[1] for entry in entries if entry) == sorted(pages)
 
 
+def words(text):
+    """Those of a page's prose: not of code, of what benchmarks write, of the targets of links."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
+    text = re.sub(r"<!-- (\S+):begin -->.*?<!-- \1:end -->", "", text, flags=re.S)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    return sum(any(map(str.isalpha, word)) for word in text.split())
+
+
+def test_there_is_not_more_to_read_than_somebody_reads():
+    assert words("One [link](to/a_page.md),\n| `code` | 2 |\n```python\nx\n```\n") == 3
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    counts = {str(page.relative_to(ROOT)): words(page.read_text("utf-8")) for page in pages}
+    count = sum(counts.values())
+    assert count > 10_000, "most of the prose is not counted"
+    longest = sorted(counts, key=counts.get, reverse=True)[:5]
+    assert count <= 20_000, f"{count} words; the longest pages: {longest}"
+
+
 def test_every_public_name_has_a_place():
     import memsave_ext
 
