@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -119,9 +120,10 @@ class Growth:
         bytes: of all of it together.
         tensors: how many tensors it is.
         steps: in how many steps they were made.
-        shape: of the one that was made last.
+        shape: of the last one from before the latest step, of the size that takes the most memory.
         held_by: what has that one, as a Python expression and where that stands, such as
-            ``losses[11] in train(), train.py:31``; or the graph that has it saved for backward.
+            ``losses[10] in train(), train.py:31``; or the graph that has it saved for backward.
+            Those of the latest step may be in variables of the loop, too.
         category, phase, module, line, operator: as of :class:`TensorAtPeak`, of all of them.
     """
 
@@ -252,8 +254,8 @@ class Account:
             if len({step for step, *_ in made}) >= 3 and 2 * min(made)[0] < record.steps
         ]
         grown.sort(key=lambda each: -each[0])
-        latest = [max(made)[1] for _, _, made in grown[:n]]
-        holders = holders_of(latest) if latest else {}
+        typical = [_typical(made) for _, _, made in grown[:n]]
+        holders = holders_of(typical) if typical else {}
         unknown = Holder((), "")
         return [
             Growth(
@@ -268,7 +270,7 @@ class Account:
                 line=maker.line,
                 operator=maker.operator,
             )
-            for (size, maker, made), address in zip(grown, latest, strict=False)
+            for (size, maker, made), address in zip(grown, typical, strict=False)
         ]
 
     def _tensor(self, row: int) -> TensorAtPeak:
@@ -312,6 +314,22 @@ class Account:
             peak = int(timeline.live[rows].sum(1).max())
             steps.append(Step(index, (end - begin) * 1e-9, peak))
         return steps
+
+
+def _typical(made: list[tuple[int, int, int]]) -> int:
+    """Returns the address of the last one of the size that has the most bytes, of those from before
+    the latest step: that one's may be in variables of the loop, too.
+
+    Args:
+        made: step, address and bytes of each, from several steps.
+    """
+    latest = max(made)[0]
+    earlier = [each for each in made if each[0] < latest]
+    sums: Counter[int] = Counter()
+    for _, _, size in earlier:
+        sums[size] += size
+    ((most, _),) = sums.most_common(1)
+    return max(each for each in earlier if each[2] == most)[1]
 
 
 def _line(stack: Sequence[tuple[str, int, str]]) -> str:

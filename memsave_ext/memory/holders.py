@@ -12,6 +12,7 @@ from types import CellType, FrameType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from ..shared.tensors import dense_parts, plain_tensors
 
@@ -44,18 +45,25 @@ def holders_of(addresses: Iterable[int]) -> dict[int, Holder]:
             known.setdefault(address, []).append(tensor)
     ours = {id(tensors), *map(id, known.values())}
     found = {}
+    in_graphs = set(wanted)
     for address, views in known.items():
         # To one that a graph alone has nothing refers, though it is still an object of Python.
-        place, tensor = _place_of(views[:_MOST_VIEWS], ours)
+        place, tensor, last = _place_of(views[:_MOST_VIEWS], ours)
         if place:
             found[address] = Holder(tuple(tensor.shape), place)
+            # What a Function has on `ctx` is held by who has the graph.
+            if not _is(last, BackwardCFunction):
+                in_graphs.remove(address)
+        del views
     del known
-    saved = _saved_by(tensors, wanted - found.keys())
+    saved = _saved_by(tensors, in_graphs)
     ours = {id(tensors), id(saved), *map(id, saved.values())}
     for address in saved:
         shape, root = saved[address]
-        of = f"a tensor of shape {list(root.shape)}"
-        found[address] = Holder(shape, f"graph of {of}: {_place_of([root], ours)[0]}")
+        place, *_ = _place_of([root], ours)
+        if place or address not in found:
+            of = f"graph of a tensor of shape {list(root.shape)}"
+            found[address] = Holder(shape, f"{of}: {place}" if place else of)
     return found
 
 
@@ -97,7 +105,14 @@ def _saved_by(
 
 
 def _saved_in(node: Any) -> Iterator[Tensor]:
-    """Yields what a node has saved, or what hooks have made of it, which are not called."""
+    """Yields what a node has saved, or what hooks have made of it, which are not called; of a
+    Function what is on ``ctx``, too."""
+    if _is(node, BackwardCFunction):
+        try:
+            attributes = plain_tensors(list(vars(node).values()))
+        except Exception:  # of an object that cannot be asked
+            attributes = []
+        yield from attributes
     for name in dir(node):
         if not name.startswith("_raw_saved_"):
             continue
@@ -152,15 +167,16 @@ def _ask(value: Any, name: str) -> Any:
         return None
 
 
-def _place_of(tensors: list[Tensor], ours: set[int]) -> tuple[str, Tensor]:
+def _place_of(tensors: list[Tensor], ours: set[int]) -> tuple[str, Tensor, Any]:
     """Returns where a program has one of some tensors: the nearest name, or the way as far as it is
-    known, "" where nothing refers to them but ``ours``; and which of them it is."""
+    known, "" where nothing refers to them but ``ours``; which of them it is; and, where there is no
+    name, the object at the end of the way."""
     level = [_Step(tensor, tensor, "") for tensor in tensors]
     ours = {*ours, id(tensors), *map(id, tensors)}
-    farthest, of = "", tensors[0]
+    farthest, of, last = "", tensors[0], None
     for _ in range(_FARTHEST):
         if (found := _name_of_variable(level)) is not None:
-            return found
+            return *found, None
         ours |= {id(level), *(id(step) for step in level), *(id(vars(step)) for step in level)}
         above: list[_Step] = []
         referrers = gc.get_referrers(*(step.object for step in level))
@@ -174,16 +190,17 @@ def _place_of(tensors: list[Tensor], ours: set[int]) -> tuple[str, Tensor]:
                 if id(step.object) not in inside:
                     continue
                 if (name := _name_at(referrer, step)) is not None:
-                    return name, step.tensor
+                    return name, step.tensor, None
                 if (next_step := _step_to(referrer, step)) is not None:
                     above.append(next_step)
                     break
         if not above:
             break
         level = above
-        kind, of = type(level[0].object).__name__, level[0].tensor
+        last, of = level[0].object, level[0].tensor
+        kind = type(last).__name__
         farthest = f"{level[0].below()} of a {kind}" if level[0].below() else f"a {kind}"
-    return farthest, of
+    return farthest, of, last
 
 
 def _is_frame_of_ours(referrer: Any) -> bool:
@@ -269,6 +286,8 @@ def _step_to(referrer: Any, step: _Step) -> _Step | None:
         return step.above(referrer, step.below())
     if _ask(referrer, "__dict__") is step.object:
         return step.above(referrer, step.below(referrer))
+    if _is(referrer, Tensor) and _ask(referrer, "grad_fn") is step.object:
+        return step.above(referrer, f".grad_fn{step.below()}")
     for name in _attributes(referrer):
         if _ask(referrer, name) is step.object:
             return step.above(referrer, f".{name}{step.below()}")

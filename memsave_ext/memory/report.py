@@ -106,7 +106,7 @@ def _print_growth(growth: Sequence[Growth], file: TextIO | None) -> None:
         for g in growth
     ]  # fmt: skip
     names = ["memory", "tensors", "steps", "category", "shape", "module", "operator", "line"]
-    names.append("the latest is")
+    names.append("one of them is")
     _print_filled("Made in several steps and never freed", names, rows, file)
 
 

@@ -79,12 +79,12 @@ def test_lazy_modules_anywhere_are_passed_over():
 def test_a_list_that_is_a_global_variable():
     t = train(lambda net, hidden, loss: KEPT.append(hidden.detach()))
     (group,) = grown(t)
-    assert group.held_by == f"KEPT[{STEPS - 1}] of the module {__name__}"
+    assert group.held_by == f"KEPT[{STEPS - 2}] of the module {__name__}"
     assert (group.tensors, group.steps, group.bytes) == (STEPS, STEPS, STEPS * SIZE)
     assert (group.shape, group.module, group.category) == ((ROWS, WIDE), "wide", "activations")
     report = str(t.report())
     assert "Made in several steps and never freed" in report
-    assert f"KEPT[{STEPS - 1}]" in report
+    assert f"KEPT[{STEPS - 2}]" in report
 
 
 def test_a_local_variable():
@@ -93,7 +93,7 @@ def test_a_local_variable():
     (group,) = grown(t)
     # The closure of the lambda has the same dict.
     expected = (
-        rf"history\['hidden'\]\[{STEPS - 1}\] in (test_a_local_variable\(\)|the closure of .*)"
+        rf"history\['hidden'\]\[{STEPS - 2}\] in (test_a_local_variable\(\)|the closure of .*)"
     )
     assert re.match(expected, group.held_by), group.held_by
 
@@ -106,7 +106,7 @@ def test_an_attribute_of_a_module():
         net.outputs.append((hidden.detach(), 1))
 
     (group,) = grown(train(leave))
-    assert group.held_by == f"Net.outputs[{STEPS - 1}][0]"
+    assert group.held_by == f"Net.outputs[{STEPS - 2}][0]"
 
 
 @pytest.mark.once
@@ -125,9 +125,63 @@ def test_graphs_of_losses(sums):
     groups = {group.module: group for group in grown(t)}
     assert groups.keys() >= {"Net"}  # what tanh has saved is made in the model's own forward
     assert groups["Net"].steps == STEPS
-    place = f"total[{0 if sums else STEPS - 1}]"
+    place = f"total[{0 if sums else STEPS - 2}]"
     assert groups["Net"].held_by.startswith(f"graph of a tensor of shape []: {place} in ")
     assert groups["Net"].shape == (ROWS, WIDE)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_variables_of_the_loop_that_have_the_latest_one(graphs):
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ms.memory.track(net, optimizer) as t:
+        for _ in range(STEPS):
+            out = net(torch.randn(ROWS, 8))
+            loss = out.square().sum()
+            loss.backward(retain_graph=graphs)
+            optimizer.step()
+            optimizer.zero_grad()
+            KEPT.append(loss if graphs else out)
+    kept = f"KEPT[{STEPS - 2}] of the module {__name__}"
+    groups = {group.shape: group.held_by for group in t.growth()}
+    assert groups.keys() >= ({(ROWS, WIDE), ()} if graphs else {(ROWS, 2)})
+    if graphs:
+        assert groups[()] == kept
+        assert groups[ROWS, WIDE] == f"graph of a tensor of shape []: {kept}"
+    else:
+        assert groups[ROWS, 2] == kept
+
+
+class Keeps(torch.autograd.Function):
+    """Keeps a tensor without saving it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x.detach().clone()
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.x
+
+
+def test_what_a_function_has_on_ctx():
+    """It is made where the loss is, and takes more memory. What the last step was followed by is of
+    a step that has not ended."""
+    t = train(lambda net, hidden, loss: KEPT.append(Keeps.apply(hidden) * 2))
+    (group,) = (group for group in grown(t) if group.module == "")
+    assert group.shape == (ROWS, WIDE)
+    expected = f"graph of a tensor of shape []: KEPT[{STEPS - 3}] of the module {__name__}"
+    assert group.held_by == expected
+
+
+def test_of_many_sizes_the_one_that_takes_most():
+    def leave(net, hidden, loss):
+        KEPT.append([torch.ones(2), torch.ones(5 if len(KEPT) == 2 else 4), torch.ones(3)])
+
+    (group,) = (group for group in train(leave).growth() if group.tensors == 3 * STEPS - 3)
+    assert group.shape == (4,)
+    assert group.held_by == f"KEPT[{STEPS - 3}][1] of the module {__name__}"
 
 
 @pytest.mark.skipif(not _native.available, reason="pure Python takes no stacks")
