@@ -48,7 +48,7 @@ def holders_of(addresses: Iterable[int]) -> dict[int, Holder]:
     in_graphs = set(wanted)
     for address, views in known.items():
         # To one that a graph alone has nothing refers, though it is still an object of Python.
-        place, tensor, last = _place_of(views[:_MOST_VIEWS], ours)
+        place, tensor, last = _try_to_place(views[:_MOST_VIEWS], ours)
         if place:
             found[address] = Holder(tuple(tensor.shape), place)
             # What a Function has on `ctx` is held by who has the graph.
@@ -60,7 +60,7 @@ def holders_of(addresses: Iterable[int]) -> dict[int, Holder]:
     ours = {id(tensors), id(saved), *map(id, saved.values())}
     for address in saved:
         shape, root = saved[address]
-        place, *_ = _place_of([root], ours)
+        place, *_ = _try_to_place([root], ours)
         if place or address not in found:
             of = f"graph of a tensor of shape {list(root.shape)}"
             found[address] = Holder(shape, f"{of}: {place}" if place else of)
@@ -167,6 +167,15 @@ def _ask(value: Any, name: str) -> Any:
         return None
 
 
+def _try_to_place(tensors: list[Tensor], ours: set[int]) -> tuple[str, Tensor, Any]:
+    """As :func:`_place_of`; "" where the search fails, in objects of whatever class that other
+    threads may change."""
+    try:
+        return _place_of(tensors, ours)
+    except Exception:
+        return "", tensors[0], None
+
+
 def _place_of(tensors: list[Tensor], ours: set[int]) -> tuple[str, Tensor, Any]:
     """Returns where a program has one of some tensors: the nearest name, or the way as far as it is
     known, "" where nothing refers to them but ``ours``; which of them it is; and, where there is no
@@ -232,7 +241,7 @@ def _name_in(frame: FrameType, level: list[_Step]) -> tuple[str, Tensor] | None:
     local = frame.f_locals
     try:
         for step in level:
-            for name, value in local.items():
+            for name, value in list(local.items()):
                 if value is step.object:
                     return f"{name}{step.below()}", step.tensor
         return None
@@ -260,7 +269,7 @@ def _name_at(referrer: Any, step: _Step) -> str | None:
     elif _is(referrer, dict) and type(name := dict.get(referrer, "__name__")) is str:
         module = sys.modules.get(name)
         if module is not None and _ask(module, "__dict__") is referrer:
-            for name, value in dict.items(referrer):
+            for name, value in list(dict.items(referrer)):
                 if value is step.object:
                     return f"{name}{step.below()} of the module {module.__name__}"
     elif _is(referrer, type):
@@ -273,12 +282,13 @@ def _name_at(referrer: Any, step: _Step) -> str | None:
 def _step_to(referrer: Any, step: _Step) -> _Step | None:
     """Returns the way by a referrer without a name of its own."""
     if _is(referrer, dict):
-        for key, value in dict.items(referrer):
+        # A copy, made at once, as other threads may write to it.
+        for key, value in list(dict.items(referrer)):
             if value is step.object:
                 return step.above(referrer, step.below(), key)
         return None
     if _is(referrer, list, tuple, deque):
-        index = next((i for i, value in enumerate(referrer) if value is step.object), 0)
+        index = next((i for i, value in enumerate(list(referrer)) if value is step.object), 0)
         if _is(step.object, CellType):  # a function's closure
             return step.above(referrer, step.below(), index)
         return step.above(referrer, f"[{index}]{step.below()}")
@@ -296,7 +306,7 @@ def _step_to(referrer: Any, step: _Step) -> _Step | None:
 
 def _attributes(value: Any) -> Iterator[str]:
     own = _ask(value, "__dict__")
-    yield from own if _is(own, dict) else ()
+    yield from list(own) if _is(own, dict) else ()
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         yield from (slots,) if isinstance(slots, str) else slots

@@ -4,6 +4,7 @@ import gc
 import re
 import sys
 import threading
+import time
 from collections import deque
 from types import SimpleNamespace
 
@@ -411,3 +412,51 @@ def test_keys_are_not_printed():
     t = train(lambda net, hidden, loss: KEPT[0].update({Key(): hidden}))
     (group,) = grown(t)
     assert "[a Key]" in group.held_by
+
+
+@pytest.mark.parametrize("kind", [dict, deque])
+def test_what_other_threads_write_to_meanwhile(kind):
+    """The search goes through copies, which are made at once."""
+    tensor, stop = torch.ones(17), threading.Event()
+    many = kind.fromkeys(range(100_000)) if kind is dict else deque(range(100_000))
+    if kind is dict:
+        many["tensor"] = tensor
+    else:
+        many.append(tensor)
+    KEPT.append(many)
+    address = tensor.data_ptr()
+    del tensor, many
+
+    def write():
+        number = 1_000_000
+        while not stop.is_set():
+            number += 1
+            if kind is dict:
+                KEPT[0][number] = None
+            else:
+                KEPT[0].append(number)
+            time.sleep(1e-5)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        texts = [held(address).text for _ in range(3)]
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    place = "KEPT[0]['tensor']" if kind is dict else "KEPT[0][100000]"
+    assert texts == [f"{place} of the module {__name__}"] * 3
+
+
+def test_a_search_that_fails(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr("memsave_ext.memory.holders._step_to", fails)
+    t = train(lambda net, hidden, loss: KEPT.append(hidden.detach()))
+    (group,) = grown(t)
+    assert group.held_by == ""
+    assert "never freed" in t.report()
