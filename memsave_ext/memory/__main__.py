@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..predict import fits
 from ..shared.progress import Progress
 from .pictures.timeline import plot_track
-from .report import as_json, print_report
+from .report import as_json
 from .subjects import UsageError, find_model, find_optimizer, load_function, load_instance
 from .tracking import Track, track
 
@@ -183,9 +183,9 @@ def _is_variant(made: Any) -> bool:
 
 def _write(tracked: Track, folder: Path, named: Path) -> None:
     """``named``: the folder as it was given."""
-    print_report(tracked)
+    tracked.report(file=sys.stdout)
     with open(folder / "report.txt", "w", encoding="utf-8") as file:
-        print_report(tracked, file=file)
+        tracked.report(file=file)
     as_json(tracked, folder / "timeline.json")
     written = ["report.txt", "timeline.json"]
     try:
