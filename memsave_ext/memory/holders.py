@@ -19,6 +19,7 @@ from ..shared.tensors import dense_parts, plain_tensors
 _FARTHEST = 8  # objects, at most, from a tensor to what has a name
 _MOST_VIEWS = 100  # of one address, that are looked for
 _OF_NOBODY_ELSE = 3  # references to a frame's locals: the frame's, a variable's, an argument's
+_NO_KEY = object()  # of a step to a dict by one of its keys
 _OWN = __name__.partition(".")[0] + "."
 
 
@@ -132,8 +133,8 @@ class _Step:
     Attributes:
         tensor: the tensor.
         path: from the object to the tensor, as Python would write it behind the object's name.
-        key: of a dict, what stands before ``path``, an attribute's name or a key, as is seen later;
-            of a function's closure, the number of the variable.
+        key: of a dict, what stands before ``path``, an attribute's name or a key, as is seen later,
+            or ``_NO_KEY``; of a function's closure, the number of the variable.
     """
 
     object: Any
@@ -142,7 +143,7 @@ class _Step:
     key: Any = None
 
     def below(self, owner: Any = None) -> str:
-        if not _is(self.object, dict):
+        if not _is(self.object, dict) or self.key is _NO_KEY:
             return self.path
         if _ask(owner, "__dict__") is self.object or _is(owner, type):
             return f".{self.key}{self.path}"
@@ -286,6 +287,8 @@ def _step_to(referrer: Any, step: _Step) -> _Step | None:
         for key, value in list(dict.items(referrer)):
             if value is step.object:
                 return step.above(referrer, step.below(), key)
+            if key is step.object:
+                return step.above(referrer, f" (a key){step.below()}", _NO_KEY)
         return None
     if _is(referrer, list, tuple, deque):
         index = next((i for i, value in enumerate(list(referrer)) if value is step.object), 0)

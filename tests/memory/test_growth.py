@@ -283,6 +283,18 @@ def test_holders():
     assert in_default == f"a default of {default.__qualname__}()"
 
 
+def test_keys_of_a_dict():
+    key, part = torch.ones(2), torch.ones(3)
+    KEPT.extend([{key: 1}, SimpleNamespace(by={("a", part): 1})])
+    addresses = key.data_ptr(), part.data_ptr()
+    del key, part
+    found = [held(address).text for address in addresses]
+    assert found == [
+        f"KEPT[0] (a key) of the module {__name__}",
+        f"KEPT[1].by (a key)[1] of the module {__name__}",
+    ]
+
+
 def test_what_a_traceback_keeps():
     def fails():
         lost = torch.ones(7)
