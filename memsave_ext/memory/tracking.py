@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ..shared.checks import check_allocator, check_shapes
 from ..shared.modules import Modules
 from .account import Growth
+from .fallback import ProfilerTracker
 from .figures import make_tracker, untracked
 from .holders import holders_of
 from .hooks import Hooks, Names
@@ -57,13 +58,22 @@ class Track(Reported):
         Call it where they are held, in the block or soon after it: it looks through all objects of
         the process, for a second or more. What a list or a cache had before the block is not
         counted; what it has grown by is. With ``stacks=True`` it says which line made them.
+
+        Raises:
+            RuntimeError: in the block in pure Python, where it is known once the block is left.
         """
         if n < 0:
             raise ValueError(f"n must not be negative, got {n}")
+        if self._installed is not None and isinstance(self._tracker, ProfilerTracker):
+            raise RuntimeError(
+                "memory: in pure Python growth() is known once the `with` block of track() has "
+                "been left"
+            )
+        return self._growth(n)
+
+    def _growth(self, n: int) -> list[Growth]:
         with untracked():
             return self._account().growth(n, holders_of)
-
-    _growth = growth
 
     def snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes torch's snapshot of the CUDA device's memory.

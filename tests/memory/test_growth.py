@@ -15,6 +15,7 @@ from torch import nn
 import memsave_ext as ms
 from memsave_ext import _native
 from memsave_ext.memory.holders import holders_of
+from memsave_ext.memory.tracking import running
 
 KEPT = []  # a global variable
 STEPS = 6
@@ -226,6 +227,27 @@ def test_twice_and_nested():
         t = train(leave)
     assert grown(t) == grown(t) != []
     assert outer.growth() == []  # no step is known
+
+
+def test_in_the_block():
+    """Pure Python knows it afterwards; a report there leaves it out."""
+    told = []
+
+    def leave(net, hidden, loss):
+        KEPT.append(hidden.detach())
+        if len(KEPT) < STEPS:
+            return
+        (track,) = running()
+        told.append(str(track.report()))
+        if _native.available:
+            told.append(track.growth())
+        else:
+            with pytest.raises(RuntimeError, match="growth.* is known once the `with` block"):
+                track.growth()
+
+    t = train(leave)
+    assert told[-1] if _native.available else "Peak" in told[-1]
+    assert grown(t)
 
 
 def test_a_wrong_number():
