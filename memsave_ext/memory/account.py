@@ -15,6 +15,9 @@ from .events import CATEGORIES, PHASES
 from .holders import Holder
 from .log import THERE, Record
 
+# Steps. More than what is made ahead or kept for an average of the last few: a loader of 8 workers
+# has 16 batches ahead.
+_LONG = 20
 _PACKAGES = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (torch.__file__, os.path.dirname(__file__))
@@ -238,8 +241,7 @@ class Account:
     def growth(self, n: int, holders_of: Callable[[list[int]], dict[int, Holder]]) -> list[Growth]:
         """Returns the ``n`` largest groups, of one maker each, of what steps have left behind.
 
-        Of a maker that has something from three steps at least, the first of which is in the first
-        half of those that have ended: a queue or a cache has some of the latest ones alone.
+        Of a maker that has something from three steps at least, as :meth:`_goes_on` says.
         """
         record = self._record
         made_by: dict[TensorAtPeak, list[tuple[int, int, int]]] = {}
@@ -251,7 +253,7 @@ class Account:
         grown = [
             (sum(size for *_, size in made), maker, made)
             for maker, made in made_by.items()
-            if len({step for step, *_ in made}) >= 3 and 2 * min(made)[0] < record.steps
+            if self._goes_on({step for step, *_ in made})
         ]
         grown.sort(key=lambda each: -each[0])
         typical = [_typical(made) for _, _, made in grown[:n]]
@@ -272,6 +274,17 @@ class Account:
             )
             for (size, maker, made), address in zip(grown, typical, strict=False)
         ]
+
+    def _goes_on(self, steps: set[int]) -> bool:
+        """Whether what has something from these steps goes on for long enough to be a leak.
+
+        A queue or a cache has some of the latest ones alone: the first one is in the first half of
+        all, or it is long ago and nearly each one since has left something.
+        """
+        first, ended = min(steps), self._record.steps
+        since = ended - first
+        early, long = 2 * first < ended, since >= _LONG and 4 * len(steps) >= 3 * since
+        return len(steps) >= 3 and (early or long)
 
     def _tensor(self, row: int) -> TensorAtPeak:
         size, category, phase, name, module = self._record.blocks[row].tolist()

@@ -54,6 +54,8 @@ class Track(Reported):
     def growth(self, n: int = 10) -> list[Growth]:
         """Returns the ``n`` largest groups of tensors that three training steps or more have made
         and none has freed, and what holds them: a list of losses with their graphs, an attribute.
+        The first of these steps is in the first half of all, or 20 steps ago or more, and three in
+        four since then have left something: a queue or a cache has those of the latest steps alone.
 
         Call it where they are held, in the block or soon after it: it looks through all objects of
         the process, for a second or more. What a list or a cache had before the block is not

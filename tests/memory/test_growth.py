@@ -211,6 +211,21 @@ def test_what_comes_seldom_grows():
     assert [group.steps for group in groups] == [4]
 
 
+@pytest.mark.parametrize(("begins", "steps"), [(30, 50), (30, 49), (60, 100)])
+def test_what_begins_late(begins, steps):
+    """It grows once it has gone on for 20 steps; what is shorter may be a queue, and what ended long
+    ago a cache."""
+
+    def leave(net, hidden, loss):
+        leave.calls += 1
+        if begins < leave.calls <= begins + 20:
+            KEPT.append(hidden.detach())
+
+    leave.calls = 0
+    groups = [g for g in train(leave, steps=steps).growth() if g.shape == (ROWS, WIDE)]
+    assert [group.steps for group in groups] == ([20] if steps == 50 else [])
+
+
 def test_steps_that_were_forgotten():
     """The log keeps some changes alone; what lives is known for as long as it does."""
     t = train(lambda net, hidden, loss: KEPT.append(hidden.detach()), steps=40, max_events=200)
