@@ -15,6 +15,7 @@ from .events import CATEGORIES, PHASES
 from .holders import Holder
 from .log import THERE, Record
 
+FEWEST_STEPS = 3  # that leave something behind, where it counts as growth
 # Steps. More than what is made ahead or kept for an average of the last few: a loader of 8 workers
 # has 16 batches ahead.
 _LONG = 20
@@ -241,7 +242,7 @@ class Account:
     def growth(self, n: int, holders_of: Callable[[list[int]], dict[int, Holder]]) -> list[Growth]:
         """Returns the ``n`` largest groups, of one maker each, of what steps have left behind.
 
-        Of a maker that has something from three steps at least, as :meth:`_goes_on` says.
+        Of a maker that has something from ``FEWEST_STEPS`` at least, as :meth:`_goes_on` says.
         """
         record = self._record
         made_by: dict[TensorAtPeak, list[tuple[int, int, int]]] = {}
@@ -257,7 +258,7 @@ class Account:
         ]
         grown.sort(key=lambda each: -each[0])
         typical = [_typical(made) for _, _, made in grown[:n]]
-        holders = holders_of(typical) if typical else {}
+        holders = holders_of(typical)
         unknown = Holder((), "")
         return [
             Growth(
@@ -275,6 +276,12 @@ class Account:
             for (size, maker, made), address in zip(grown, typical, strict=False)
         ]
 
+    @property
+    def left_at(self) -> list[int]:
+        """The addresses of what steps have left behind, where it is of ``FEWEST_STEPS`` or more."""
+        left = [(step, at) for _, at, step in self._record.alive.tolist() if step >= 0]
+        return [at for _, at in left] if len({step for step, _ in left}) >= FEWEST_STEPS else []
+
     def _goes_on(self, steps: set[int]) -> bool:
         """Whether what has something from these steps goes on for long enough to be a leak.
 
@@ -284,7 +291,7 @@ class Account:
         first, ended = min(steps), self._record.steps
         since = ended - first
         early, long = 2 * first < ended, since >= _LONG and 4 * len(steps) >= 3 * since
-        return len(steps) >= 3 and (early or long)
+        return len(steps) >= FEWEST_STEPS and (early or long)
 
     def _tensor(self, row: int) -> TensorAtPeak:
         size, category, phase, name, module = self._record.blocks[row].tolist()

@@ -8,11 +8,14 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from types import CellType, FrameType, FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..shared.tensors import dense_parts, plain_tensors
 
@@ -38,11 +41,12 @@ def holders_of(addresses: Iterable[int]) -> dict[int, Holder]:
     graph of a tensor that has it saved for backward. The search looks at all objects of the
     process, some ten times for each address, but for those that ``gc.freeze()`` has set aside.
     """
-    wanted = set(addresses)
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    if not (wanted := set(addresses)):
+        return {}
+    tensors = _tensors()
     known: dict[int, list[Tensor]] = {}
     for tensor in tensors:
-        for address in _addresses(tensor, wanted):
+        for address, _ in _storages(tensor, wanted):
             known.setdefault(address, []).append(tensor)
     ours = {id(tensors), *map(id, known.values())}
     found = {}
@@ -68,14 +72,33 @@ def holders_of(addresses: Iterable[int]) -> dict[int, Holder]:
     return found
 
 
-def _addresses(tensor: Tensor, wanted: set[int]) -> list[int]:
-    """Returns those of ``wanted`` where memory of the tensor begins."""
+def storages_at(addresses: Iterable[int]) -> dict[int, StorageWeakRef]:
+    """Returns, by address, the storage that a tensor or a graph has there now; it is not kept."""
+    if not (wanted := set(addresses)):
+        return {}
+    tensors, found = _tensors(), {}
+    for tensor in chain(tensors, (saved for saved, _ in _saved(tensors))):
+        for address, storage in _storages(tensor, wanted - found.keys()):
+            found[address] = StorageWeakRef(storage)
+        if len(found) == len(wanted):
+            break
+    return found
+
+
+def _tensors() -> list[Tensor]:
+    """Returns the tensors that are objects of Python."""
+    return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+
+
+def _storages(tensor: Tensor, wanted: set[int]) -> list[tuple[int, torch.UntypedStorage]]:
+    """Returns the storages of the tensor that begin at one of ``wanted``, with their addresses."""
     try:
         parts = [part for plain in plain_tensors(tensor) for part in dense_parts(plain)]
-        found = [part.untyped_storage().data_ptr() for part in parts]
+        storages = [part.untyped_storage() for part in parts]
+        found = [(storage.data_ptr(), storage) for storage in storages]
     except Exception:  # of a fake one, of another backend, of a lazy module's, of whatever class
         return []
-    return [address for address in found if address in wanted]
+    return [each for each in found if each[0] in wanted]
 
 
 def _saved_by(
@@ -85,11 +108,20 @@ def _saved_by(
 
     Of several tensors it is the one that was computed last, as the sum of all losses.
     """
+    found: dict[int, tuple[tuple[int, ...], Tensor]] = {}
+    for tensor, root in _saved(tensors) if wanted else ():
+        for address, _ in _storages(tensor, wanted):
+            found.setdefault(address, (tuple(tensor.shape), root))
+    return found
+
+
+def _saved(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields what the graphs of these tensors have saved, each with a tensor of its graph: of
+    several the one that was computed last."""
     # A view of which something was changed in place may refuse to say it.
-    nodes = ((tensor, _ask(tensor, "grad_fn")) for tensor in tensors if wanted)
+    nodes = ((tensor, _ask(tensor, "grad_fn")) for tensor in tensors)
     roots = [(tensor, node) for tensor, node in nodes if node is not None]
     roots.sort(key=lambda each: -each[1]._sequence_nr())
-    found: dict[int, tuple[tuple[int, ...], Tensor]] = {}
     seen: set[Any] = {None}
     for root, last in roots:
         pending: list[Any] = [last]
@@ -100,9 +132,7 @@ def _saved_by(
             seen.add(node)
             pending.extend(following for following, _ in node.next_functions)
             for tensor in _saved_in(node):
-                for address in _addresses(tensor, wanted):
-                    found.setdefault(address, (tuple(tensor.shape), root))
-    return found
+                yield tensor, root
 
 
 def _saved_in(node: Any) -> Iterator[Tensor]:

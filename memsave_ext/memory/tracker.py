@@ -29,6 +29,7 @@ class Tracker:
 
     def __init__(self, parents: list[int], max_events: int) -> None:
         self._log = Log(parents, max_events)
+        self.steps = 0  # that have ended
 
     def enter_module(self, module: int) -> None:
         self._note(ENTER_MODULE, module, _get_sequence_nr())
@@ -45,10 +46,14 @@ class Tracker:
         self.look()
         self._note(END_OPTIMIZER)
         if step:
-            self._note(END_STEP)
+            self._end_step()
 
     def end_step(self) -> None:
         self.look()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self.steps += 1
         self._note(END_STEP)
 
     def label(self, tensors: Sequence[Tensor], category: int, names: Sequence[int]) -> None:

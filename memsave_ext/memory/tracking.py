@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from ..shared.checks import check_allocator, check_shapes
 from ..shared.modules import Modules
-from .account import Growth
+from .account import FEWEST_STEPS, Growth
 from .fallback import ProfilerTracker
 from .figures import make_tracker, untracked
-from .holders import holders_of
+from .holders import Holder, holders_of, storages_at
 from .hooks import Hooks, Names
 from .reported import Reported
 from .snapshot import save_snapshot
@@ -50,6 +51,8 @@ class Track(Reported):
         self.stacks = stacks
         self._hooks = Hooks(self._tracker, model, modules, optimizers, names)
         self._elsewhere = self._hooks.elsewhere
+        # What growth() is about, by address, as it was when the block was left.
+        self._left: dict[int, StorageWeakRef] = {}
 
     def growth(self, n: int = 10) -> list[Growth]:
         """Returns the ``n`` largest groups of tensors that three training steps or more have made
@@ -59,7 +62,8 @@ class Track(Reported):
 
         Call it where they are held, in the block or soon after it: it looks through all objects of
         the process, for a second or more. What a list or a cache had before the block is not
-        counted; what it has grown by is. With ``stacks=True`` it says which line made them.
+        counted; what it has grown by is. What was freed after the block has no holder, and is still
+        listed. With ``stacks=True`` it says which line made them.
 
         Raises:
             RuntimeError: in the block in pure Python, where it is known once the block is left.
@@ -75,7 +79,13 @@ class Track(Reported):
 
     def _growth(self, n: int) -> list[Growth]:
         with untracked():
-            return self._account().growth(n, holders_of)
+            return self._account().growth(n, self._holders_of)
+
+    def _holders_of(self, addresses: list[int]) -> dict[int, Holder]:
+        if self._installed is None:
+            there = {at for at, storage in self._left.items() if not storage.expired()}
+            addresses = [address for address in addresses if address in there]
+        return holders_of(addresses)
 
     def snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes torch's snapshot of the CUDA device's memory.
@@ -122,6 +132,10 @@ class Track(Reported):
         self._tracker.check_stop()
         installed, self._installed = self._installed, None
         installed.close()
+        # What is freed from now on is not noticed, and others may be given its address.
+        if self._tracker.steps >= FEWEST_STEPS:  # of fewer the events need not be read yet
+            with untracked():
+                self._left = storages_at(self._account().left_at)
 
     def _end(self) -> None:
         with _running_lock:

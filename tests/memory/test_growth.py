@@ -213,8 +213,8 @@ def test_what_comes_seldom_grows():
 
 @pytest.mark.parametrize(("begins", "steps"), [(30, 50), (30, 49), (60, 100)])
 def test_what_begins_late(begins, steps):
-    """It grows once it has gone on for 20 steps; what is shorter may be a queue, and what ended long
-    ago a cache."""
+    """It grows once it has gone on for 20 steps: what is shorter may be a queue, and what has ended
+    a cache."""
 
     def leave(net, hidden, loss):
         leave.calls += 1
@@ -242,6 +242,22 @@ def test_twice_and_nested():
         t = train(leave)
     assert grown(t) == grown(t) != []
     assert outer.growth() == []  # no step is known
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_what_is_freed_after_the_block(graphs):
+    """Its addresses are given to others, which have no part in it."""
+    t = train(lambda net, hidden, loss: KEPT.append(loss if graphs else hidden.detach()))
+    kept = [group for group in grown(t) if group.shape == (ROWS, WIDE)]
+    assert kept and all("KEPT[" in group.held_by for group in kept)
+    KEPT.clear()
+    gc.collect()
+    others = [torch.ones(ROWS, WIDE) for _ in range(200)]
+    addresses = {other.data_ptr() for other in others}
+    assert addresses & set(t._account().left_at)
+    after = [group for group in grown(t) if group.bytes == STEPS * SIZE]
+    assert len(after) == len(kept)
+    assert [group.held_by for group in after] == [""] * len(kept)
 
 
 def test_in_the_block():
