@@ -47,6 +47,7 @@ class _Thread:
     marked: list[int] = field(default_factory=list)
     marks_before_step: int = 0  # how many of the marks are from before the present step
     optimizer: bool = False
+    forward: int = 0  # number of its present forward, counted from 1 over all threads
 
     @property
     def inside(self) -> int:
@@ -74,10 +75,10 @@ class Threads:
         )
         self._parents = parents
         self._threads: defaultdict[int, _Thread] = defaultdict(_Thread)
-        self._forward = 0  # number of the present forward, counted from 1
+        self._forwards = 0  # how many have begun
         self._recompute = 0
-        # From the end of a forward until backward begins: the loss is being computed.
-        self._after_forward = False
+        # Threads from the end of their forward until backward begins: they compute the loss.
+        self._after_forward: set[int] = set()
 
     def where(self, thread: int, node_thread: int, node: int) -> tuple[int, int, int]:
         """Returns the phase in which something happens, the number of the forward or recompute (0
@@ -89,11 +90,11 @@ class Threads:
             return recompute.phase, recompute.span, inside if inside >= 0 else recompute.module
         if node != NOT_IN_BACKWARD:
             if not here.modules:
-                self._after_forward = False
+                self._after_forward.clear()  # of whichever thread the loss is
             return BACKWARD, 0, self._module_of_node(node_thread, node)
         # This comes before the optimizer, whose step() may call a closure that runs a forward.
-        if here.modules or self._after_forward:
-            return FORWARD, self._forward, here.inside
+        if here.modules or thread in self._after_forward:
+            return FORWARD, here.forward, here.inside
         return OPTIMIZER if here.optimizer else OTHER, 0, -1
 
     def enter_module(self, event: Event) -> None:
@@ -107,8 +108,9 @@ class Threads:
         if recompute:
             self.begin_recompute(RECOMPUTE, event)
         elif outermost and not in_backward:
-            self._forward += 1
-            self._after_forward = False
+            self._forwards += 1
+            thread.forward = self._forwards
+            self._after_forward.discard(number)
         if thread.recomputes:
             holder = thread.recomputes[-1].module
             thread.recomputes[-1].module = module if holder < 0 else self._common(holder, module)
@@ -128,7 +130,7 @@ class Threads:
         if any(entered.recompute for entered in left):
             self.end_recompute(event)
         if not thread.modules and node == NOT_IN_BACKWARD:
-            self._after_forward = True
+            self._after_forward.add(number)
 
     def begin_recompute(self, phase: int, event: Event) -> None:
         _, number, node_thread, time, node, _, _, _ = event
@@ -159,7 +161,7 @@ class Threads:
                     recompute.bytes += bytes_
 
     def begin_optimizer(self, event: Event) -> None:
-        self._after_forward = False
+        self._after_forward.clear()
         self._threads[event[1]].optimizer = True
 
     def end_optimizer(self, event: Event) -> None:
@@ -170,7 +172,7 @@ class Threads:
 
         Autograd nodes that old are not looked up any more.
         """
-        self._after_forward = False
+        self._after_forward.clear()
         for thread in self._threads.values():
             del thread.sequences[: thread.marks_before_step]
             del thread.marked[: thread.marks_before_step]
@@ -179,7 +181,7 @@ class Threads:
     def clear(self) -> None:
         """Forgets everything that is open, when tracking begins or ends."""
         self._threads.clear()
-        self._after_forward = False
+        self._after_forward.clear()
 
     def _module_of_node(self, node_thread: int, node: int) -> int:
         thread = self._threads.get(node_thread)

@@ -2,6 +2,7 @@
 
 import gc
 import io
+import threading
 import time
 
 import pytest
@@ -449,6 +450,36 @@ def test_inference_has_no_activations_that_stay():
     assert t.live == LAYERS * WEIGHT
     assert t.at_peak["activations"] == 0
     assert t.at_peak["other"] == 2 * OUTPUT
+
+
+@native_only
+def test_threads_have_forwards_of_their_own():
+    """A thread's temporaries stay temporary where another one begins a forward meanwhile, and what
+    a third one makes between forward and backward is no activation."""
+
+    class Net(nn.Module):
+        def forward(self, x, meanwhile):
+            temporary = torch.empty(BATCH, N)
+            meanwhile()
+            largest = torch.empty(BATCH, N)
+            del temporary, largest
+            return 2 * x
+
+    def in_a_thread(function):
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+
+    net, x, kept = Net(), torch.ones(1, requires_grad=True), []
+    with ms.memory.track(net) as t:
+        out = net(x, lambda: in_a_thread(lambda: net(x, lambda: None)))
+        assert t.at_peak["activations"] < OUTPUT
+        in_a_thread(lambda: kept.append(torch.empty(8 * BATCH, N)))
+        out.backward()
+    check_sums(t)
+    assert t.at_peak["activations"] < OUTPUT
+    (largest,) = t.top(1)
+    assert (largest.bytes, largest.category, largest.phase) == (8 * OUTPUT, "other", "other")
 
 
 def test_an_optimizer_that_allocates_nothing_has_its_phase():
