@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -140,11 +141,13 @@ class Hooks:
 
     def _watch_optimizer(self, stack: ExitStack, optimizer: Optimizer, last: bool) -> None:
         @not_compiled
-        def before(*_: Any) -> None:
+        def before(_: Optimizer, arguments: Any, names: Any) -> Any:
             params = self._label_parameters()  # which a step may have replaced
             self._label_gradients(params)
             self._look_elsewhere(params)
             self._tracker.begin_optimizer()
+            # torch takes what is returned in place of the arguments of step().
+            return self._with_closures([*arguments], {**names})
 
         hooked = with_step_hooks(optimizer)
         watched = weakref.ref(optimizer)
@@ -161,6 +164,29 @@ class Hooks:
 
         stack.callback(hooked.register_step_pre_hook(before).remove)
         stack.callback(hooked.register_step_post_hook(after).remove)
+
+    def _with_closures(self, arguments: list[Any], names: dict[str, Any]) -> Any:
+        """Returns arguments of ``step()`` whose closure ends the step where it raises, as no hook
+        is called then; None where there is no closure."""
+
+        def watched(closure: Callable[[], Any]) -> Callable[[], Any]:
+            @functools.wraps(closure)
+            def run() -> Any:
+                try:
+                    return closure()
+                except BaseException:
+                    self._tracker.end_optimizer(False)
+                    raise
+
+            return run
+
+        if len(arguments) > 1 and callable(arguments[1]):  # behind the optimizer
+            arguments[1] = watched(arguments[1])
+        elif callable(names.get("closure")):
+            names["closure"] = watched(names["closure"])
+        else:
+            return None
+        return tuple(arguments), names
 
     def _present_optimizers(self) -> list[Optimizer]:
         found = (optimizer() for optimizer in self._optimizers)

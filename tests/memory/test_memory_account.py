@@ -482,6 +482,26 @@ def test_threads_have_forwards_of_their_own():
     assert (largest.bytes, largest.category, largest.phase) == (8 * OUTPUT, "other", "other")
 
 
+def test_a_step_that_raises_ends_the_optimizers_phase():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        raise ArithmeticError
+
+    with ms.memory.track(model, optimizer) as t:
+        for arguments, names in (([closure], {}), ([], {"closure": closure})):
+            with pytest.raises(ArithmeticError):
+                optimizer.step(*arguments, **names)
+        optimizer.step(lambda: None)
+        with pytest.raises(ArithmeticError):
+            optimizer.step(closure)
+        batch = torch.empty(64 * BATCH, N)
+        del batch
+    assert t.peak_phase == "other"
+    assert t.peak_step == 1
+
+
 def test_an_optimizer_that_allocates_nothing_has_its_phase():
     model = nn.Linear(4, 4)
 
