@@ -100,8 +100,8 @@ def _print_tensors(track: Figures, peak: int, top: int, file: TextIO | None) -> 
 def _print_growth(growth: Sequence[Growth], file: TextIO | None) -> None:
     rows = [
         (
-            format_bytes(g.bytes), g.tensors, g.steps, g.category, str(list(g.shape)), g.module,
-            g.operator, g.line, g.held_by,
+            format_bytes(g.bytes), g.tensors, g.steps, g.category,
+            str(list(g.shape)) if g.held_by else "", g.module, g.operator, g.line, g.held_by,
         )
         for g in growth
     ]  # fmt: skip

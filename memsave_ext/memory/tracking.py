@@ -63,7 +63,8 @@ class Track(Reported):
         Call it where they are held, in the block or soon after it: it looks through all objects of
         the process, for a second or more. What a list or a cache had before the block is not
         counted; what it has grown by is. What was freed after the block has no holder, and is still
-        listed. With ``stacks=True`` it says which line made them.
+        listed; nor has what C++ alone holds, as what this package's BatchNorm, ``checkpoint`` and
+        ``remat`` keep for backward. With ``stacks=True`` it says which line made them.
 
         Raises:
             RuntimeError: in the block in pure Python, where it is known once the block is left.
