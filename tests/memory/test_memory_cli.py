@@ -150,7 +150,7 @@ def test_what_grows_and_what_would_help_are_told(demo, tmp_path, monkeypatch, ca
     monkeypatch.setattr(command.Track, "remedies", lambda self: ["This would help."])
     assert run(f"{demo}:leaks", "--steps", 6, "--out", tmp_path) == 0
     for text in (capsys.readouterr().out, (tmp_path / "report.txt").read_text()):
-        assert f"of the module {demo}" in text
+        assert f"ofthemodule{demo}" in "".join(text.split())  # a column has lines
         assert "This would help." in text
 
 
