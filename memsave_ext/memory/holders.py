@@ -76,7 +76,8 @@ def storages_at(addresses: Iterable[int]) -> dict[int, StorageWeakRef]:
     """Returns, by address, the storage that a tensor or a graph has there now; it is not kept."""
     if not (wanted := set(addresses)):
         return {}
-    tensors, found = _tensors(), {}
+    tensors = _tensors()
+    found: dict[int, StorageWeakRef] = {}
     for tensor in chain(tensors, (saved for saved, _ in _saved(tensors))):
         for address, storage in _storages(tensor, wanted - found.keys()):
             found[address] = StorageWeakRef(storage)
