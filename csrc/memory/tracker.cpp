@@ -219,9 +219,10 @@ void Tracker::allocated(const Moment& moment, void* ptr, int64_t size, std::opti
   if (const auto known = blocks_.find(ptr); known != blocks_.end())
     remove(moment, known, total.has_value() ? std::optional(total_) : std::nullopt);
   // Gradients from before tracking may be freed between forward and backward, where no hook runs:
-  // look for them when backward begins.
+  // look for them when backward begins, and before what may be gone counts in a new peak.
   const bool in_backward = moment.node != Moment::kNotInBackward;
-  if (in_backward && !in_backward_) look(lock);
+  const bool raises_peak = !total.has_value() && total_ + size > peak_;
+  if ((in_backward && !in_backward_) || raises_peak) look(lock);
   in_backward_ = in_backward;
   blocks_.emplace(ptr, Block{size, false, false});
   total_ = total.value_or(total_ + size);

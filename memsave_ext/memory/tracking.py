@@ -182,7 +182,8 @@ def track(
     An object can be entered again and goes on counting; memory freed in between is not noticed.
 
     In pure Python the allocations are those that torch's profiler records, which are read when the
-    block is left. Until then ``live`` and ``peak`` stay as on entry. Other threads do not count.
+    block is left. Until then ``live`` and ``peak`` stay as on entry. Other threads do not count, and
+    memory from before that is freed may count until the next forward, step or end.
 
     Args:
         model: the model whose parameters, buffers and gradients are told apart. Its forwards give

@@ -110,6 +110,21 @@ def test_gradients_from_before_are_seen_to_end():
     check_sums(t)
 
 
+@native_only
+def test_states_from_before_that_are_freed_are_not_in_a_later_peak():
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(BATCH, N)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with ms.memory.track(model, optimizer) as t:
+        optimizer.state.clear()
+        others = torch.empty(2 * LAYERS, N, N)
+        del others
+    check_sums(t)
+    assert t.peak == 3 * LAYERS * WEIGHT + 4 * LAYERS  # the counters of steps are four bytes each
+
+
 def test_gradients_from_before_end_before_backward():
     """Their addresses may be given to others, which must not be taken for them."""
     model = mlp(8)

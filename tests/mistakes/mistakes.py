@@ -482,9 +482,19 @@ MISTAKES = [
     Mistake(
         "gradients of before that are freed between forward and backward live on",
         "csrc/memory/tracker.cpp",
-        "if (in_backward && !in_backward_) look(lock);",
-        "if (!MISTAKE && in_backward && !in_backward_) look(lock);",
+        "if ((in_backward && !in_backward_) || raises_peak) look(lock);",
+        "if (!MISTAKE && ((in_backward && !in_backward_) || raises_peak)) look(lock);",
         ("memory/test_memory_account.py::test_gradients_from_before_end_before_backward",),
+    ),
+    Mistake(
+        "states of before that were freed are in a later peak",
+        "csrc/memory/tracker.cpp",
+        "raises_peak = !total.has_value()",
+        "raises_peak = !MISTAKE && !total.has_value()",
+        (
+            "memory/test_memory_account.py"
+            "::test_states_from_before_that_are_freed_are_not_in_a_later_peak",
+        ),
     ),
     Mistake(
         "what is found on a CPU does not count",
