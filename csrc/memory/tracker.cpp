@@ -83,6 +83,7 @@ void Tracker::start(std::optional<int64_t> total, py::object read) {
   else
     watch_cuda_reports();
   if (stacks_) watch_operators(takes_stacks_of_operators());
+  thread_ = std::this_thread::get_id();
   total_ = total.value_or(total_);
   peak_ = std::max(peak_, total_);
   moved(Moment::now(), moved_bytes(device_));
@@ -95,6 +96,9 @@ void Tracker::start(std::optional<int64_t> total, py::object read) {
 void Tracker::check_stop() const {
   TORCH_CHECK(!running_ || device_.is_cpu() || watches_cuda_reports(),
               "memory tracking of a CUDA device cannot stop: it was not started on this thread");
+  // Operators are watched by the thread that asks for it.
+  TORCH_CHECK(!running_ || !stacks_ || thread_ == std::this_thread::get_id(),
+              "memory tracking with stacks=True cannot stop: it was not started on this thread");
 }
 
 void Tracker::stop() {

@@ -9,6 +9,7 @@
 #include <memory>
 #include <memory_resource>
 #include <optional>
+#include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -106,6 +107,7 @@ class Tracker final : public Listener {
   const at::Device device_;
   const bool stacks_;
   bool running_ = false;
+  std::thread::id thread_;    // that started it
   bool in_backward_ = false;  // at the latest allocation
   int64_t time_ = 0;          // of the latest event: it never goes back, though threads' clocks may
   int64_t total_ = 0;

@@ -182,8 +182,8 @@ def track(
     An object can be entered again and goes on counting; memory freed in between is not noticed.
 
     In pure Python the allocations are those that torch's profiler records, which are read when the
-    block is left. Until then ``live`` and ``peak`` stay as on entry. Other threads do not count, and
-    memory from before that is freed may count until the next forward, step or end.
+    block is left. Until then ``live`` and ``peak`` stay as on entry. Other threads do not count.
+    Memory from before that is freed may count until the next forward, step or end.
 
     Args:
         model: the model whose parameters, buffers and gradients are told apart. Its forwards give
@@ -198,7 +198,8 @@ def track(
             optimizer's first parameter, else the CPU.
         stacks: record the Python stack and the operator of every allocation, for
             :attr:`TensorAtPeak.line`, :attr:`TensorAtPeak.operator` and
-            :meth:`Track.snapshot`. This costs several times the rest. Pure Python records none.
+            :meth:`Track.snapshot`. This costs several times the rest. Pure Python records none. The
+            block must be left on the thread that entered it, whose operators are recorded.
         max_events: about how many allocations and frees are kept, at 60 to 80 bytes each. If there
             are more, the oldest steps are forgotten, except the one with the peak.
 

@@ -394,9 +394,12 @@ def test_wrong_arguments(arguments, error, message):
         ms.memory.track(**arguments)
 
 
-@python_only
-def test_left_on_another_thread_it_can_still_be_left():
-    t = ms.memory.track()
+@pytest.mark.parametrize("stacks", [False, True])
+def test_left_on_another_thread_it_can_still_be_left(stacks):
+    """Natively with stacks: one thread's operators are watched."""
+    if _native.available and not stacks:
+        pytest.skip("any thread can leave it")
+    t = ms.memory.track(stacks=stacks)
     t.__enter__()
     errors = []
 
