@@ -35,22 +35,32 @@ Unlisted unlisted_tensor(const Edge& edge, const Node* user) {
           user == nullptr ? std::string() : user->name()};
 }
 
-// Whether a gradient at the node reaches one of these edges.
-bool leads_to(Node* node, const std::vector<Edge>& edges) {
-  std::vector<Node*> pending = {node};
-  std::unordered_set<Node*> seen = {node};
-  while (!pending.empty()) {
-    node = pending.back();
-    pending.pop_back();
-    for (const auto& edge : node->next_edges()) {
-      if (std::find(edges.begin(), edges.end(), edge) != edges.end()) return true;
-      if (edge.is_valid() && seen.insert(edge.function.get()).second) {
-        pending.push_back(edge.function.get());
+// Tells from which nodes a gradient reaches one of some edges.
+class Leads {
+ public:
+  explicit Leads(c10::ArrayRef<Edge> edges) : edges_(edges) {}
+
+  bool from(Node* node) {
+    if (edges_.empty() || nowhere_.count(node) > 0) return false;
+    std::vector<Node*> pending = {node};
+    std::unordered_set<Node*> seen = {node};
+    while (!pending.empty()) {
+      node = pending.back();
+      pending.pop_back();
+      for (const auto& edge : node->next_edges()) {
+        if (!edge.is_valid() || nowhere_.count(edge.function.get()) > 0) continue;
+        if (std::find(edges_.begin(), edges_.end(), edge) != edges_.end()) return true;
+        if (seen.insert(edge.function.get()).second) pending.push_back(edge.function.get());
       }
     }
+    nowhere_.merge(seen);
+    return false;
   }
-  return false;
-}
+
+ private:
+  const c10::ArrayRef<Edge> edges_;
+  std::unordered_set<Node*> nowhere_;
+};
 
 }  // namespace
 
@@ -63,13 +73,14 @@ bool RegionMark::contains(const Node& node) const {
 }
 
 std::vector<Unlisted> close_region(const RegionMark& mark, std::vector<Edge>& roots,
-                                   const std::vector<Edge>& listed,
-                                   const std::vector<Edge>& sinks) {
+                                   const std::vector<Edge>& listed, const std::vector<Edge>& sinks,
+                                   size_t inputs) {
   std::vector<Unlisted> unlisted;
   std::unordered_set<Edge> reported;
   // By sequence number: there is one for each node that was made since the mark.
   std::vector<bool> visited(at::sequence_number::peek() - mark.first_sequence_nr());
   std::unordered_set<Node*> of_other_threads;
+  Leads leads(c10::ArrayRef<Edge>(listed.data(), inputs));
   std::vector<Node*> pending;
 
   const auto follow = [&](Node* user, const Edge& edge) -> Edge {
@@ -80,7 +91,7 @@ std::vector<Unlisted> close_region(const RegionMark& mark, std::vector<Edge>& ro
     }
     Node* node = edge.function.get();
     const bool leaf = dynamic_cast<AccumulateGrad*>(node) != nullptr;
-    if (!leaf && !mark.is_of_thread(*node) && leads_to(node, listed)) {
+    if (!leaf && !mark.is_of_thread(*node) && leads.from(node)) {
       if (of_other_threads.insert(node).second) pending.push_back(node);
       return edge;
     }

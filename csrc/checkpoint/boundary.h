@@ -22,7 +22,7 @@ struct Unlisted {
 
 // Tells the region's nodes from others: those that this thread made since the mark are the
 // region's; leaves and older nodes are outside. Of another thread's nodes, whose numbers say
-// nothing here, those are the region's that lead to what is listed.
+// nothing here, those are the region's that lead to its inputs.
 class RegionMark {
  public:
   RegionMark();
@@ -40,11 +40,12 @@ class RegionMark {
 // Walks the region's graph from `roots`, which it may edit:
 //  - edges to `listed[i]` become edges to `sinks[i]` where that is set,
 //  - edges to older nodes that are not listed are cut.
+// The first `inputs` of `listed` are tensors of this run alone, to which no other graph leads.
 // Returns the leaves and older nodes that the region uses and `listed` does not name.
 std::vector<Unlisted> close_region(const RegionMark& mark,
                                    std::vector<torch::autograd::Edge>& roots,
                                    const std::vector<torch::autograd::Edge>& listed,
-                                   const std::vector<torch::autograd::Edge>& sinks);
+                                   const std::vector<torch::autograd::Edge>& sinks, size_t inputs);
 
 // A stand-in for the gradient edge of `tensor`, which has hooks: gradients are captured at the
 // stand-in, and the hooks run once, when the outer graph reaches the tensor itself.

@@ -170,7 +170,7 @@ py::object call_and_look(const Arguments& arguments, const AutocastState& autoca
     roots.push_back(gradient_edge(output));
     elements.back() = wrap_as(detached(output), subclass_of(output));
   }
-  if (!roots.empty()) warn_unlisted(close_region(mark, roots, {}, {}), CallSite::current());
+  if (!roots.empty()) warn_unlisted(close_region(mark, roots, {}, {}, 0), CallSite::current());
   return result.rebuild(std::move(elements));
 }
 
@@ -393,7 +393,7 @@ void CheckpointNode::find_targets(const RegionMark& mark, const variable_list& a
       sinks[i] = make_sink(tensor);
     }
   }
-  warn_unlisted(close_region(mark, graph.roots, listed, sinks), call_site_);
+  warn_unlisted(close_region(mark, graph.roots, listed, sinks, arguments.size()), call_site_);
 
   graph.targets.resize(num_outputs());
   for (size_t i = 0; i < num_outputs(); ++i) {

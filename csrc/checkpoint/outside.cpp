@@ -131,6 +131,7 @@ void for_each_attribute(PyObject* record, const Use& use) {
   PyObject *name, *value;
   Py_ssize_t position = 0;
   if (const py::object dict = dict_of(record)) {
+    if (PyDict_GET_SIZE(dict.ptr()) > rules().largest) return;
     while (PyDict_Next(dict.ptr(), &position, &name, &value)) use(name, value);
   }
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(record));

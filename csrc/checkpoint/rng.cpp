@@ -147,7 +147,12 @@ void OwnGenerators::restore() const {
 
 OwnGeneratorsGuard::OwnGeneratorsGuard(const OwnGenerators& generators) {
   for (const auto& [generator, state] : generators.states_) outer_.add(generator);
-  generators.restore();
+  try {
+    generators.restore();
+  } catch (...) {
+    outer_.restore();
+    throw;
+  }
 }
 
 OwnGeneratorsGuard::~OwnGeneratorsGuard() {

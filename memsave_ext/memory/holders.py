@@ -74,14 +74,15 @@ def holders_of(addresses: Iterable[int]) -> dict[int, Holder]:
 
 def storages_at(addresses: Iterable[int]) -> dict[int, StorageWeakRef]:
     """Returns, by address, the storage that a tensor or a graph has there now; it is not kept."""
-    if not (wanted := set(addresses)):
+    if not (missing := set(addresses)):
         return {}
     tensors = _tensors()
     found: dict[int, StorageWeakRef] = {}
     for tensor in chain(tensors, (saved for saved, _ in _saved(tensors))):
-        for address, storage in _storages(tensor, wanted - found.keys()):
+        for address, storage in _storages(tensor, missing):
             found[address] = StorageWeakRef(storage)
-        if len(found) == len(wanted):
+            missing.discard(address)
+        if not missing:
             break
     return found
 

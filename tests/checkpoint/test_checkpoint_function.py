@@ -1,6 +1,7 @@
 """CheckpointFunction against plain autograd: the same values and gradients, bitwise."""
 
 import functools
+import threading
 import warnings
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -387,3 +388,34 @@ def test_what_a_thread_of_the_function_computes():
     with pytest.warns(UserWarning, match=r"not listed.*shape \[8, 8\]"):
         apply(functools.partial(function, uses=True), 1, x, w).sum().backward()
     assert x.grad is not None and w.grad is not None
+
+
+def test_a_graph_from_outside_stays_whole_where_backward_runs_in_a_thread():
+    """The recompute's thread has not made it. A mask needs no gradient, nor does a factor."""
+    w, x = leaf(8, 8), leaf(8, 8)
+
+    def gradient(run, in_thread):
+        h = w.exp() * 2
+        loss = run(lambda x, mask: x * mask * h.detach() + (x * h), x, torch.ones(8, 8)).sum()
+
+        def work():
+            found.append(torch.autograd.grad(loss + (3 * h).sum(), [w, x]))
+
+        found = []
+        if in_thread:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        else:
+            work()
+        return found[0]
+
+    def explicit(function, *inputs):
+        return apply(function, len(inputs), *inputs)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # h is not listed
+        expected = gradient(explicit, False)  # of w by what is outside alone
+        assert_equal(expected, gradient(explicit, True))
+    (outside,) = torch.autograd.grad((3 * (w.exp() * 2)).sum(), w)
+    assert torch.equal(expected[0], outside)

@@ -160,7 +160,10 @@ def _is_record(value: Any) -> bool:
 
 def _attributes(record: Any) -> Iterator[tuple[str, Any]]:
     """Yields names and values: those in its dict, and a dataclass's in slots."""
-    yield from getattr(record, "__dict__", {}).items()
+    own = getattr(record, "__dict__", {})
+    if len(own) > rules.LARGEST:
+        return
+    yield from own.items()
     kind = type(record)
     for name in getattr(kind, "__dataclass_fields__", ()):
         if isinstance(getattr(kind, name, None), MemberDescriptorType) and hasattr(record, name):
