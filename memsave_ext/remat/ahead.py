@@ -221,7 +221,7 @@ def _step_on_fakes(
         with ExitStack() as stack:
             stack.callback(recorder.undo_open)
             recorder.open()
-            LivedBefore(recorder, module, None).install(stack)  # type: ignore[arg-type]
+            LivedBefore(recorder, module, None).install()  # type: ignore[arg-type]
             output = forward(module, *args, **kwargs)
         fsdp_state = getattr(module, "_get_fsdp_state", None)
         if fsdp_state is not None:  # FSDP2's hook frees there what was gathered last

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, TextIO
@@ -206,18 +206,24 @@ class remat:  # noqa: N801, a context manager is used like a function
         try:
             recorded = not isinstance(self._recorder, NoRecorder)
             if recorded and (telling := tell(self._pure)):
-                ends = weakref.finalize(self, telling.close)  # at the latest: it may never be left
-                ends.atexit = False
-                stack.callback(ends)
+                self._end_with(stack, telling.close)
             self._recorder.open(bytes_now, self._retry)
             if self._before is not None:
-                self._before.install(stack)
+                if (remove := self._before.install()) is not None:
+                    self._end_with(stack, remove)
                 self._plan_first_call(stack)
             return self
         except BaseException:
             self._recorder.undo_open()
             stack.close()
             raise
+
+    def _end_with(self, stack: ExitStack, end: Callable[[], None]) -> None:
+        """Calls ``end``, which gives the process back what it had, when the block is left, or at
+        the latest when it is collected, as it may never be left."""
+        ends = weakref.finalize(self, end)
+        ends.atexit = False
+        stack.callback(ends)
 
     def _plan_first_call(self, stack: ExitStack) -> None:
         """Plans the step when the block calls its model, where it begins."""

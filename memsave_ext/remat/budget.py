@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
@@ -172,11 +171,11 @@ class LivedBefore:
         self._added: list[ReferenceType[nn.Module]] = []
         self._later: WeakValueDictionary[int, nn.Module] | None = None  # in _called_after
 
-    def install(self, stack: ExitStack) -> None:
-        """Counts the model now, or every module when it is called, until ``stack`` is closed."""
+    def install(self) -> Callable[[], None] | None:
+        """Counts the model now, or every module when it is called, until what is returned is."""
         if self._model is not None:
             self._add(self._model)
-            return
+            return None
 
         def called(module: nn.Module, _: Any) -> None:
             if id(module) in self._seen or threading.get_ident() != self._thread:
@@ -191,8 +190,7 @@ class LivedBefore:
                 if other is not None and id(other) not in self._seen:
                     self._add(other)
 
-        hook = torch.nn.modules.module.register_module_forward_pre_hook(called)
-        stack.callback(hook.remove)
+        return torch.nn.modules.module.register_module_forward_pre_hook(called).remove
 
     def _add(self, module: nn.Module) -> None:
         if not self._added:
