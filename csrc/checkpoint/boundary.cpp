@@ -77,9 +77,7 @@ std::vector<Unlisted> close_region(const RegionMark& mark, std::vector<Edge>& ro
                                    size_t inputs) {
   std::vector<Unlisted> unlisted;
   std::unordered_set<Edge> reported;
-  // By sequence number: there is one for each node that was made since the mark.
-  std::vector<bool> visited(at::sequence_number::peek() - mark.first_sequence_nr());
-  std::unordered_set<Node*> of_other_threads;
+  std::unordered_set<Node*> visited;
   Leads leads(c10::ArrayRef<Edge>(listed.data(), inputs));
   std::vector<Node*> pending;
 
@@ -90,18 +88,14 @@ std::vector<Unlisted> close_region(const RegionMark& mark, std::vector<Edge>& ro
       return sink.is_valid() ? sink : edge;
     }
     Node* node = edge.function.get();
+    if (visited.count(node) > 0) return edge;
     const bool leaf = dynamic_cast<AccumulateGrad*>(node) != nullptr;
-    if (!leaf && !mark.is_of_thread(*node) && leads.from(node)) {
-      if (of_other_threads.insert(node).second) pending.push_back(node);
-      return edge;
-    }
-    if (leaf || !mark.contains(*node)) {
+    if (leaf || !(mark.is_of_thread(*node) ? mark.contains(*node) : leads.from(node))) {
       if (reported.insert(edge).second) unlisted.push_back(unlisted_tensor(edge, user));
       return leaf ? edge : Edge();
     }
-    const uint64_t number = node->sequence_nr() - mark.first_sequence_nr();
-    if (!visited[number]) pending.push_back(node);
-    visited[number] = true;
+    visited.insert(node);
+    pending.push_back(node);
     return edge;
   };
 

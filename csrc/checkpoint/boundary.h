@@ -30,7 +30,6 @@ class RegionMark {
   bool is_of_thread(const torch::autograd::Node& node) const {
     return node.thread_id() == thread_id_;
   }
-  uint64_t first_sequence_nr() const { return first_sequence_nr_; }
 
  private:
   uint64_t thread_id_;

@@ -215,6 +215,7 @@ py::object apply(const Arguments& arguments) {
   for (const auto& tensor : arguments.inputs) devices.add(tensor);
   for (const auto& tensor : arguments.parameters) devices.add(tensor);
   const auto rng = std::make_shared<RngState>(devices);
+  rng->add(outside.generators());
 
   ForwardRecord record;
   const FunctionResult result = [&] {
@@ -346,7 +347,6 @@ FunctionResult CheckpointNode::call_again(const Saved& saved, const variable_lis
   {
     const ReadObserver observer(outside_.find_changed({function.ptr()}), &pending_);
     const RecomputeGuard guard(saved.surroundings);
-    const OwnGeneratorsGuard generators(outside_.generators());
     const ForwardRecordScope scope(forward_record_, ForwardRecordScope::kReplaying);
     result = FunctionResult::of_call(function, arguments);
     reads = observer.reads();

@@ -275,7 +275,7 @@ void TensorWalk::visit_inside(PyObject* object) {
   if (is_record(object)) {
     for_each_attribute(object, [&](PyObject* name, PyObject* value) { visit(value, name); });
   } else if (generators_ != nullptr && is_generator(object)) {
-    generators_->add(reinterpret_cast<THPGenerator*>(object)->cdata);
+    generators_->push_back(reinterpret_cast<THPGenerator*>(object)->cdata);
   }
 }
 

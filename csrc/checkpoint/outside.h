@@ -42,7 +42,7 @@ class TensorWalk {
       std::function<std::optional<size_t>(PyObject* object, size_t place, size_t first)>;
 
   // `generators`: to which those that are visited are added; null for none.
-  TensorWalk(Visitor visitor, NameVisitor names, OwnGenerators* generators = nullptr)
+  TensorWalk(Visitor visitor, NameVisitor names, std::vector<at::Generator>* generators = nullptr)
       : visitor_(std::move(visitor)), names_(std::move(names)), generators_(generators) {}
 
   void visit(PyObject* object, PyObject* key = nullptr, Py_ssize_t index = -1,
@@ -76,7 +76,7 @@ class TensorWalk {
 
   Visitor visitor_;
   NameVisitor names_;
-  OwnGenerators* const generators_;
+  std::vector<at::Generator>* const generators_;
   size_t place_inside(PyObject* key, Py_ssize_t index);
 
   bool is_buffer_ = false;
@@ -99,7 +99,7 @@ class OutsideTensors {
  public:
   // All need the GIL. `roots` are the function and what it is called with.
   // Notes, before the forward, identity, storage and version of every tensor reached from `roots`,
-  // and generators' states.
+  // and the generators that it reaches.
   void note(const std::vector<PyObject*>& roots);
   // After the forward: notes the tensors as they are now, and which of them the forward itself has
   // changed. These are left out, but for buffers, which the recompute would find changed.
@@ -108,7 +108,7 @@ class OutsideTensors {
   std::vector<ChangedTensor> find_changed(const std::vector<PyObject*>& roots) const;
   // Those that the noted tensors are on.
   const CudaDevices& devices() const { return devices_; }
-  const OwnGenerators& generators() const { return generators_; }
+  const std::vector<at::Generator>& generators() const { return generators_; }
 
  private:
   struct Noted {
@@ -150,7 +150,7 @@ class OutsideTensors {
   std::vector<Noted> noted_;
   std::vector<Name> names_;
   CudaDevices devices_;
-  OwnGenerators generators_;
+  std::vector<at::Generator> generators_;
 };
 
 // A read, by one of the recompute's operators, of a tensor that had changed.

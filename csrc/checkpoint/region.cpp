@@ -91,8 +91,9 @@ void Region::save_arguments(PyObject* arguments) {
 
 void Region::save_surroundings() {
   surroundings_ = {Settings::capture(), AutocastState::capture(), nullptr, current_cuda_stream()};
-  if (!options_.preserve_rng_state) return;
-  surroundings_.rng = std::make_shared<RngState>(CudaDevices::all());
+  if (options_.preserve_rng_state) {
+    surroundings_.rng = std::make_shared<RngState>(CudaDevices::all());
+  }
 }
 
 std::vector<PyObject*> Region::roots() const {
@@ -106,7 +107,9 @@ std::vector<PyObject*> Region::roots() const {
 }
 
 void Region::note_outside() {
-  if (options_.check_determinism) outside_.note(roots());
+  if (!options_.check_determinism) return;
+  outside_.note(roots());
+  if (surroundings_.rng) surroundings_.rng->add(outside_.generators());
 }
 
 void Region::finish_forward(PyObject* outputs) {
@@ -390,8 +393,6 @@ void Region::recompute(const BackwardKey& key) {
     ReadObserver observer(check ? outside_.find_changed(roots()) : std::vector<ChangedTensor>(),
                           check ? &*pending_ : nullptr);
     const RecomputeGuard guard(surroundings_);
-    std::optional<OwnGeneratorsGuard> generators;
-    if (options_.preserve_rng_state) generators.emplace(outside_.generators());
     const HookGuard hooks(std::make_shared<RecomputePacker>(run));
     const ForwardRecordScope scope(forward_record_, ForwardRecordScope::kReplaying);
     result = PyObject_Call(recompute_function_.ptr(), arguments.ptr(),

@@ -67,6 +67,22 @@ RngState::RngState(const CudaDevices& devices)
   cuda_ = current_cuda();
 }
 
+void RngState::add(const std::vector<at::Generator>& own) {
+  for (at::Generator generator : own) {
+    if (generator.device().is_cuda() && GraphRng::current()) continue;
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    own_.emplace_back(generator, generator.clone());
+  }
+}
+
+RngState RngState::current() const {
+  RngState now(devices_);
+  std::vector<at::Generator> own;
+  for (const auto& [generator, copy] : own_) own.push_back(generator);
+  now.add(own);
+  return now;
+}
+
 void RngState::restore(const std::vector<Philox>& present) const {
   {
     auto* generator = cpu_generator();
@@ -83,6 +99,10 @@ void RngState::restore(const std::vector<Philox>& present) const {
     const std::lock_guard<std::mutex> lock(generator.mutex());
     generator.set_current_seed(device.seed);
     generator.set_offset(device.offset);  // last: setting the seed zeroes the offset
+  }
+  for (auto [generator, copy] : own_) {
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_state(copy.get_state());
   }
 }
 
@@ -108,7 +128,8 @@ bool RngState::is_present() const {
          graph_ == other.graph_ && cuda_ == other.cuda_;
 }
 
-RngGuard::RngGuard(const RngState& state) : outer_(state.devices_) {
+// From the other constructor's end on the destructor restores, also where this one throws.
+RngGuard::RngGuard(const RngState& state) : RngGuard(state.current()) {
   const bool captured = state.graph_.has_value();
   const bool capturing = outer_.graph_.has_value();
   // Without a device's state there is nothing that a capture would keep from being set.
@@ -124,38 +145,6 @@ RngGuard::RngGuard(const RngState& state) : outer_(state.devices_) {
 }
 
 RngGuard::~RngGuard() {
-  try {
-    outer_.restore();
-  } catch (const std::exception&) {
-    // The device has failed, of which others will tell.
-  }
-}
-
-void OwnGenerators::add(at::Generator generator) {
-  // CUDA's tell no state while a graph is captured.
-  if (generator.device().is_cuda() && GraphRng::current()) return;
-  const std::lock_guard<std::mutex> lock(generator.mutex());
-  states_.emplace_back(generator, generator.clone());
-}
-
-void OwnGenerators::restore() const {
-  for (auto [generator, state] : states_) {
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    generator.set_state(state.get_state());
-  }
-}
-
-OwnGeneratorsGuard::OwnGeneratorsGuard(const OwnGenerators& generators) {
-  for (const auto& [generator, state] : generators.states_) outer_.add(generator);
-  try {
-    generators.restore();
-  } catch (...) {
-    outer_.restore();
-    throw;
-  }
-}
-
-OwnGeneratorsGuard::~OwnGeneratorsGuard() {
   try {
     outer_.restore();
   } catch (const std::exception&) {

@@ -78,10 +78,13 @@ class CudaDevices {
 // of the Philox generator, 16 bytes for each of the devices and for the current one, read without
 // synchronising: it is the host's. On other devices other threads may draw meanwhile, as replicas
 // of nn.DataParallel do. Torch asks the driver each time whether a graph is captured. While one is,
-// the place in it instead: no other device can draw.
+// the place in it instead: no other device can draw. Of generators of the user's a copy each.
 class RngState {
  public:
   explicit RngState(const CudaDevices& devices);
+
+  // The user's, from which a function may draw. CUDA's tell no state while a graph is captured.
+  void add(const std::vector<at::Generator>& own);
 
   // Forgets other devices' states.
   void keep(const CudaDevices& devices);
@@ -90,7 +93,7 @@ class RngState {
   // (Nothing can restore numbers that were drawn in a capture.)
   void forget_unused_capture();
 
-  // Whether no number has been drawn since.
+  // Whether no number has been drawn since, but from the user's.
   bool is_present() const;
 
  private:
@@ -112,6 +115,8 @@ class RngState {
     }
   };
   std::vector<Philox> current_cuda() const;
+  // The present states of the same generators.
+  RngState current() const;
   // All but the place in a graph. `present`: the CUDA states, where they are known.
   void restore(const std::vector<Philox>& present = {}) const;
 
@@ -119,6 +124,7 @@ class RngState {
   Cpu cpu_;
   std::optional<GraphRng> graph_;
   std::vector<Philox> cuda_;
+  std::vector<std::pair<at::Generator, at::Generator>> own_;  // each with a copy
 };
 
 // Sets `state` for a scope and restores what it found, also when an exception leaves the scope.
@@ -131,32 +137,10 @@ class RngGuard {
   RngGuard& operator=(const RngGuard&) = delete;
 
  private:
+  explicit RngGuard(RngState&& outer) : outer_(std::move(outer)) {}
+
   RngState outer_;
   std::optional<GraphRngScope> graph_;
-};
-
-// Generators of the user's, from which a function may draw, with their states before its forward.
-class OwnGenerators {
- public:
-  void add(at::Generator generator);
-
- private:
-  friend class OwnGeneratorsGuard;
-  void restore() const;
-
-  std::vector<std::pair<at::Generator, at::Generator>> states_;  // each with a copy
-};
-
-// Sets these states for a scope and restores what it found.
-class OwnGeneratorsGuard {
- public:
-  explicit OwnGeneratorsGuard(const OwnGenerators& generators);
-  ~OwnGeneratorsGuard();
-  OwnGeneratorsGuard(const OwnGeneratorsGuard&) = delete;
-  OwnGeneratorsGuard& operator=(const OwnGeneratorsGuard&) = delete;
-
- private:
-  OwnGenerators outer_;
 };
 
 }  // namespace memsave_ext::checkpoint
