@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import statistics
 import sys
-import time as clock
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,21 +17,18 @@ from torch.optim import Optimizer
 from .. import _parts
 from ..adam.modes import check_norm
 from ..adam.step_in_backward import InBackward
-from ..dry_run import is_dry_run
-from ..memory.figures import make_tracker, untracked
-from ..memory.hooks import Hooks, Names, with_step_hooks
+from ..memory.hooks import with_step_hooks
 from ..remat.offload import Offload
 from ..shared.checks import check_shapes
 from ..shared.dtensor import is_dtensor
-from ..shared.modules import Modules, device_of, is_compiled
+from ..shared.modules import device_of, is_compiled
 from ..shared.table import format_bytes, format_seconds
 from ..shared.warn import warn
+from .first_steps import FirstSteps
 from .ranks import is_wrapped
 from .techniques import Techniques, place_elsewhere, warn_of_means
 
 _TOLERANCE = 0.02  # of the predicted peak
-_MOST_EVENTS = 100_000  # only the peak is asked for
-_TIMED = 5  # steps
 _WRAPPERS = (DistributedDataParallel, nn.DataParallel)
 _TWICE = (
     "the model is wrapped twice: DistributedDataParallel is around {}, and gradients would be "
@@ -161,7 +155,7 @@ class Applied:
             # From its third step on remat without a budget follows a plan.
             number = 3 if technique.remat else 2
             compare = self._compare if _parts.native("memory") and is_heard else None
-            steps = _FirstSteps(model, optimizer, number, compare, self._timed)
+            steps = FirstSteps(model, optimizer, number, compare, self._timed)
             self._undo.callback(steps.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -428,100 +422,3 @@ def applied_to(model: object) -> Applied | None:
     """Returns what is applied to a model now; nothing is to what is none."""
     found: Applied | None = getattr(model, "__dict__", {}).get(_NAME)
     return found
-
-
-class _FirstSteps:
-    """Follows the memory of one of an optimizer's steps, and tells its peak; then the time of some
-    more.
-
-    It begins and ends where ``step()`` does. Gradients that there are where it begins are about to
-    be freed, most often, and count until then.
-
-    Args:
-        number: which step; the first is 1.
-        tell: is called with the peak; None: no memory is followed.
-        timed: is called with the median seconds of the steps that come next.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        number: int,
-        tell: Callable[[int], None] | None,
-        timed: Callable[[float], None],
-    ) -> None:
-        self._model, self._number, self._tell = weakref.ref(model), number, tell
-        self._timed = timed
-        self._ended: list[float] = []  # when steps did
-        self._steps = 0
-        self._tracker: Any = None
-        self._old: list[weakref.ref[torch.Tensor]] = []  # gradients of the step before
-        self._hook = optimizer.register_step_post_hook(self._stepped)
-        self._before: Any = None  # a hook of the step after the last one of these
-
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        if is_dry_run():
-            return  # a step of a prediction
-        self._steps += 1
-        model = self._model()
-        if self._steps == self._number - 1 and model is not None and self._tell is not None:
-            # A profiler that runs, or another allocator, is in the way: nothing is measured.
-            with suppress(RuntimeError):
-                self._begin(model, optimizer)
-        elif self._steps == self._number:
-            tracker = self._stop()
-            if tracker is not None and self._tell is not None:
-                self._tell(int(tracker.peak))
-        if self._steps >= self._number:
-            self._ended.append(clock.perf_counter())
-        if len(self._ended) > _TIMED:
-            self._end(optimizer)
-            times = zip(self._ended, self._ended[1:], strict=False)
-            self._timed(statistics.median(end - begin for begin, end in times))
-
-    def _end(self, optimizer: Optimizer) -> None:
-        """Removes the hook, which runs now. torch goes through the hooks meanwhile, and none but
-        the last one may go: where others come after it, it goes when the next step begins."""
-        if next(reversed(optimizer._optimizer_step_post_hooks)) == self._hook.id:
-            self._hook.remove()
-            return
-
-        def begins(optimizer: Optimizer, *_: Any) -> None:
-            self._hook.remove()
-            self._hook = optimizer.register_step_post_hook(ends)
-
-        def ends(optimizer: Optimizer, *_: Any) -> None:
-            self._before.remove()
-            self._end(optimizer)
-
-        self._before = optimizer.register_step_pre_hook(begins)
-
-    def _begin(self, model: nn.Module, optimizer: Optimizer) -> None:
-        modules, device = Modules(model), device_of(model)
-        with untracked():
-            tracker: Any = make_tracker(device, modules.parents, False, _MOST_EVENTS)
-            Hooks(tracker, model, modules, [optimizer], Names()).label()
-            cuda = device.type == "cuda"
-            tracker.start(torch.cuda.memory_allocated(device) if cuda else None)
-        self._tracker = tracker
-        # Of memory from before, it is not told on the CPU when it is freed.
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        self._old = [weakref.ref(grad, self._freed) for grad in grads]
-
-    def _freed(self, _: object) -> None:
-        if self._tracker is not None:
-            self._tracker.look()
-
-    def _stop(self) -> Any:
-        self._old = []
-        tracker, self._tracker = self._tracker, None
-        if tracker is not None:
-            tracker.stop()
-        return tracker
-
-    def close(self) -> None:
-        for hook in (self._hook, self._before):
-            if hook is not None:
-                hook.remove()
-        self._stop()

@@ -66,8 +66,8 @@ MISTAKES = [
     Mistake(
         "random numbers of a recompute are others",
         "csrc/checkpoint/region.cpp",
-        "if (!options_.preserve_rng_state) return;",
-        "if (!options_.preserve_rng_state || MISTAKE) return;",
+        "if (options_.preserve_rng_state) {",
+        "if (options_.preserve_rng_state && !MISTAKE) {",
         ("checkpoint/test_checkpoint.py::test_random_programs",),
     ),
     Mistake(
