@@ -344,14 +344,18 @@ FunctionResult CheckpointNode::call_again(const Saved& saved, const variable_lis
   TORCH_CHECK(function, torch::autograd::ERR_BACKWARD_TWICE);
   std::optional<FunctionResult> result;
   std::vector<Read> reads;
+  OwnGenerators others;
   {
-    const ReadObserver observer(outside_.find_changed({function.ptr()}), &pending_);
+    auto changed = outside_.find_changed({function.ptr()});
+    others = saved.surroundings.rng->others(changed.generators);
+    const ReadObserver observer(std::move(changed.tensors), &pending_);
     const RecomputeGuard guard(saved.surroundings);
     const ForwardRecordScope scope(forward_record_, ForwardRecordScope::kReplaying);
     result = FunctionResult::of_call(function, arguments);
     reads = observer.reads();
   }
   if (!reads.empty()) throw_error("function_outside_changed", as_list(reads));
+  if (others.any_has_drawn()) throw_error("other_generator", py::none());
   return *std::move(result);
 }
 

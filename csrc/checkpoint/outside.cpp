@@ -463,8 +463,9 @@ void OutsideTensors::leave_out_changes_of_forward(const std::vector<PyObject*>& 
   }
 }
 
-std::vector<ChangedTensor> OutsideTensors::find_changed(const std::vector<PyObject*>& roots) const {
+OutsideTensors::Changes OutsideTensors::find_changed(const std::vector<PyObject*>& roots) const {
   std::vector<ChangedTensor> changed;
+  std::vector<at::Generator> generators;
   Cursor before(noted_);
   size_t next = 0;  // most names come in the order in which they were noted
   // A variable and a global of one name have the same place.
@@ -507,9 +508,9 @@ std::vector<ChangedTensor> OutsideTensors::find_changed(const std::vector<PyObje
     const auto* storage = there->storage._unsafe_get_target();
     if (storage != nullptr && storage != storage_of(tensor)) add(std::nullopt, false);
   };
-  TensorWalk tensors([&](PyObject* object) { compare(object, tensors); }, was_another);
+  TensorWalk tensors([&](PyObject* object) { compare(object, tensors); }, was_another, &generators);
   walk(roots, tensors);
-  return changed;
+  return {std::move(changed), std::move(generators)};
 }
 
 py::list as_list(const std::vector<Read>& reads) {

@@ -104,8 +104,12 @@ class OutsideTensors {
   // After the forward: notes the tensors as they are now, and which of them the forward itself has
   // changed. These are left out, but for buffers, which the recompute would find changed.
   void leave_out_changes_of_forward(const std::vector<PyObject*>& roots);
-  // The tensors that are no longer as noted.
-  std::vector<ChangedTensor> find_changed(const std::vector<PyObject*>& roots) const;
+  struct Changes {
+    std::vector<ChangedTensor> tensors;     // no longer as noted
+    std::vector<at::Generator> generators;  // all that are reached
+  };
+  // Before a recompute.
+  Changes find_changed(const std::vector<PyObject*>& roots) const;
   // Those that the noted tensors are on.
   const CudaDevices& devices() const { return devices_; }
   const std::vector<at::Generator>& generators() const { return generators_; }

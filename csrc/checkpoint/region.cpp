@@ -389,9 +389,11 @@ void Region::recompute(const BackwardKey& key) {
   const bool check = options_.check_determinism && pending_;
   PyObject* result;
   std::vector<Read> reads;
+  OwnGenerators others;
   {
-    ReadObserver observer(check ? outside_.find_changed(roots()) : std::vector<ChangedTensor>(),
-                          check ? &*pending_ : nullptr);
+    auto changed = check ? outside_.find_changed(roots()) : OutsideTensors::Changes();
+    if (surroundings_.rng) others = surroundings_.rng->others(changed.generators);
+    ReadObserver observer(std::move(changed.tensors), check ? &*pending_ : nullptr);
     const RecomputeGuard guard(surroundings_);
     const HookGuard hooks(std::make_shared<RecomputePacker>(run));
     const ForwardRecordScope scope(forward_record_, ForwardRecordScope::kReplaying);
@@ -405,6 +407,7 @@ void Region::recompute(const BackwardKey& key) {
   }
   Py_XDECREF(result);
   run.check(reads);
+  if (others.any_has_drawn()) throw_error("other_generator", on_error_);
   if (key.kind != BackwardKey::kGraphTask) return;
   // What this backward does not ask for is of no use to a later one.
   torch::autograd::Engine::get_default_engine().queue_callback([of = weak_from_this(), key] {

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <exception>
 #include <mutex>
 
@@ -29,6 +30,39 @@ bool cuda_in_use() {
     initialised = pybind11::module_::import("torch.cuda").attr("_initialized").cast<bool>();
   }
   return initialised && !torch::utils::is_device_in_bad_fork(at::kCUDA);
+}
+
+void OwnGenerators::add(at::Generator generator) {
+  if (generator.device().is_cuda() && GraphRng::current()) return;
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  states_.emplace_back(generator, generator.clone());
+}
+
+bool OwnGenerators::has(const at::Generator& generator) const {
+  return std::any_of(states_.begin(), states_.end(),
+                     [&](const auto& state) { return state.first == generator; });
+}
+
+OwnGenerators OwnGenerators::current() const {
+  OwnGenerators now;
+  for (const auto& [generator, copy] : states_) now.add(generator);
+  return now;
+}
+
+void OwnGenerators::restore() const {
+  for (auto [generator, copy] : states_) {
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_state(copy.get_state());
+  }
+}
+
+bool OwnGenerators::any_has_drawn() const {
+  return std::any_of(states_.begin(), states_.end(), [](const auto& state) {
+    at::Generator generator = state.first;
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    const at::Tensor now = generator.get_state(), before = state.second.get_state();
+    return std::memcmp(now.const_data_ptr(), before.const_data_ptr(), before.nbytes()) != 0;
+  });
 }
 
 RngState::Cpu RngState::Cpu::current() {
@@ -68,18 +102,20 @@ RngState::RngState(const CudaDevices& devices)
 }
 
 void RngState::add(const std::vector<at::Generator>& own) {
-  for (at::Generator generator : own) {
-    if (generator.device().is_cuda() && GraphRng::current()) continue;
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    own_.emplace_back(generator, generator.clone());
+  for (const auto& generator : own) own_.add(generator);
+}
+
+OwnGenerators RngState::others(const std::vector<at::Generator>& generators) const {
+  OwnGenerators others;
+  for (const auto& generator : generators) {
+    if (!own_.has(generator)) others.add(generator);
   }
+  return others;
 }
 
 RngState RngState::current() const {
   RngState now(devices_);
-  std::vector<at::Generator> own;
-  for (const auto& [generator, copy] : own_) own.push_back(generator);
-  now.add(own);
+  now.own_ = own_.current();
   return now;
 }
 
@@ -100,10 +136,7 @@ void RngState::restore(const std::vector<Philox>& present) const {
     generator.set_current_seed(device.seed);
     generator.set_offset(device.offset);  // last: setting the seed zeroes the offset
   }
-  for (auto [generator, copy] : own_) {
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    generator.set_state(copy.get_state());
-  }
+  own_.restore();
 }
 
 void RngState::keep(const CudaDevices& devices) {

@@ -74,17 +74,35 @@ class CudaDevices {
   uint64_t bits_ = 0;
 };
 
+// Generators of the user's, each with a copy in the state in which it was added. CUDA's tell no
+// state while a graph is captured, and are left out then.
+class OwnGenerators {
+ public:
+  void add(at::Generator generator);
+  bool has(const at::Generator& generator) const;
+  // The same generators in their present states.
+  OwnGenerators current() const;
+  void restore() const;
+  // Whether one of them has drawn a number since it was added.
+  bool any_has_drawn() const;
+
+ private:
+  std::vector<std::pair<at::Generator, at::Generator>> states_;
+};
+
 // The present states. CPU: the Mersenne Twister itself (2.5 KB, no tensor). CUDA: seed and offset
 // of the Philox generator, 16 bytes for each of the devices and for the current one, read without
 // synchronising: it is the host's. On other devices other threads may draw meanwhile, as replicas
 // of nn.DataParallel do. Torch asks the driver each time whether a graph is captured. While one is,
-// the place in it instead: no other device can draw. Of generators of the user's a copy each.
+// the place in it instead: no other device can draw.
 class RngState {
  public:
   explicit RngState(const CudaDevices& devices);
 
-  // The user's, from which a function may draw. CUDA's tell no state while a graph is captured.
+  // The user's, from which a function may draw.
   void add(const std::vector<at::Generator>& own);
+  // Those that were not added.
+  OwnGenerators others(const std::vector<at::Generator>& generators) const;
 
   // Forgets other devices' states.
   void keep(const CudaDevices& devices);
@@ -124,7 +142,7 @@ class RngState {
   Cpu cpu_;
   std::optional<GraphRng> graph_;
   std::vector<Philox> cuda_;
-  std::vector<std::pair<at::Generator, at::Generator>> own_;  // each with a copy
+  OwnGenerators own_;
 };
 
 // Sets `state` for a scope and restores what it found, also when an exception leaves the scope.

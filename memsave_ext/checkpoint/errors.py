@@ -224,6 +224,16 @@ def function_outside_changed(reads: Iterable[Read]) -> CheckpointError:
     return _error(_outside_changed(_describe_reads(reads)), None)
 
 
+def other_generator(on_error: OnError) -> CheckpointError:
+    return _error(
+        "memsave_ext: the recompute of the checkpointed function has drawn random numbers from a "
+        "torch.Generator that was not there when the forward began: the forward made it, or "
+        "another one was in its place. The numbers would be others, and the gradients wrong. Make "
+        "generators before the forward, and leave them in their places until after backward.",
+        on_error,
+    )
+
+
 def other_metadata(
     differences: Iterable[tuple[int, Metadata, Metadata]], on_error: OnError
 ) -> CheckpointError:

@@ -87,7 +87,7 @@ def checkpoint(
         preserve_rng_state: replay random numbers: of the CPU, of the current CUDA device and of
             those that tensors are on which the function is given, may read or saves for backward;
             and of the torch.Generator objects among what ``determinism_check`` looks through,
-            unless that is "none".
+            unless that is "none"; one that the forward did not begin with raises.
         context_fn: returns a pair of context managers, for the forward and for recomputes, such as
             torch.utils.checkpoint.create_selective_checkpoint_contexts makes.
         determinism_check: "default" compares shape, dtype and device of every saved tensor with its

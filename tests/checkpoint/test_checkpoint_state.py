@@ -274,6 +274,45 @@ def test_numbers_of_own_generators_are_drawn_again(run):
         assert not torch.equal(other[1], got[1])
 
 
+class MakesItsGenerator(nn.Module):
+    generator = None
+
+    def forward(self, x):
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(0)
+        return x.sin() * torch.rand(x.shape, generator=self.generator)
+
+
+def explicit(function, x):
+    return ms.CheckpointFunction.apply(function, 1, x)
+
+
+@pytest.mark.parametrize("run", [checkpoint, explicit])
+@pytest.mark.parametrize("which", ["made in the forward", "replaced since"])
+def test_a_generator_that_the_forward_did_not_begin_with(run, which):
+    x = leaf(4, 8)
+    if which == "made in the forward":
+        out = run(MakesItsGenerator(), x)
+    else:
+        generator = torch.Generator().manual_seed(0)
+        out = run(lambda a: a.sin() * torch.rand(a.shape, generator=generator), x)
+        generator = torch.Generator().manual_seed(1)
+    with pytest.raises(ms.CheckpointError, match="torch.Generator that was not there"):
+        out.sum().backward()
+
+
+def test_a_generator_that_each_run_makes():
+    class Makes(nn.Module):
+        def forward(self, x):
+            self.generator = torch.Generator().manual_seed(0)
+            return x.sin() * torch.rand(x.shape, generator=self.generator)
+
+    x, module = leaf(4, 8), Makes()
+    got = [torch.autograd.grad(run(module, x).sum(), x) for run in (checkpoint, explicit)]
+    expected = torch.autograd.grad(module(x).sum(), x)
+    assert_equal([*expected, *expected], [one for (one,) in got])
+
+
 @dataclasses.dataclass(slots=True)
 class Result:
     y: torch.Tensor

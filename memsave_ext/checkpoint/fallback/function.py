@@ -19,7 +19,13 @@ from .. import errors
 from .graph import check_not_computed_from_listed, find_unlisted, sequence_number
 from .outside import OutsideTensors, cuda_devices, observed_reads, tensors_in
 from .stepped import Pending
-from .surroundings import AutocastState, Surroundings, forward_record_scope, uncached_autocast
+from .surroundings import (
+    AutocastState,
+    Surroundings,
+    any_has_drawn,
+    forward_record_scope,
+    uncached_autocast,
+)
 
 
 class CallSite(NamedTuple):
@@ -202,7 +208,8 @@ class _NoDoubleBackward(torch.autograd.Function):
 
 
 def _recompute(ctx: Any, arguments: Sequence[Tensor]) -> list[Any]:
-    changed = ctx.outside.find_changed([ctx.call.function])
+    changed, generators = ctx.outside.find_changed([ctx.call.function])
+    others = ctx.surroundings.rng.others(generators)
     with (
         ctx.surroundings.restored(),
         forward_record_scope(ctx.forward_record, replaying=True),
@@ -211,6 +218,8 @@ def _recompute(ctx: Any, arguments: Sequence[Tensor]) -> list[Any]:
         elements = call(ctx.call.function, arguments).elements
     if observer.reads:
         raise errors.function_outside_changed(observer.reads)
+    if any_has_drawn(others):
+        raise errors.other_generator(None)
     return elements
 
 

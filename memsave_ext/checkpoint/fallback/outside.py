@@ -293,7 +293,10 @@ class OutsideTensors:
             return there
         return next((noted for noted in self._noted.values() if noted.is_(tensor)), None)
 
-    def find_changed(self, roots: Iterable[Any]) -> list[ChangedTensor]:
+    def find_changed(
+        self, roots: Iterable[Any]
+    ) -> tuple[list[ChangedTensor], list[torch.Generator]]:
+        """Returns the generators that are reached, too."""
         changed: list[ChangedTensor] = []
 
         def was_another(value: Any, place: Place, _: Place) -> Place | None:
@@ -324,8 +327,8 @@ class OutsideTensors:
             if what is not None:
                 changed.append(ChangedTensor(id(tensor), _storage_of(tensor), range_, what))
 
-        walk(roots, compare, was_another)
-        return changed
+        generators = walk(roots, compare, was_another)
+        return changed, generators
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from .stepped import Pending
 from .surroundings import (
     ForwardRecord,
     Surroundings,
+    any_has_drawn,
     forward_record_scope,
     uncached_autocast,
 )
@@ -342,9 +343,9 @@ class _Region:
             raise errors.arguments_changed(changes, self._on_error)
         return arguments
 
-    def _find_changed(self) -> list[ChangedTensor]:
+    def _find_changed(self) -> tuple[list[ChangedTensor], list[torch.Generator]]:
         look = self._check and self._pending is not None
-        return self._outside.find_changed(self._roots()) if look else []
+        return self._outside.find_changed(self._roots()) if look else ([], [])
 
     def _recompute(self, key: BackwardKey) -> None:
         arguments = self._unpack_arguments()
@@ -355,7 +356,9 @@ class _Region:
             may_stop=self._stop_at_last_save,
             check=self._check,
         )
-        changed = self._find_changed()
+        changed, generators = self._find_changed()
+        rng = self._surroundings.rng
+        others = {} if rng is None else rng.others(generators)
         observer: ReadObserver | None = None
 
         def save(tensor: Tensor) -> Tensor:
@@ -379,6 +382,8 @@ class _Region:
         error = run.difference(reads, self._early_stop, self._on_error)
         if error is not None:
             raise error
+        if any_has_drawn(others):
+            raise errors.other_generator(self._on_error)
 
 
 def _current_backward() -> BackwardKey:

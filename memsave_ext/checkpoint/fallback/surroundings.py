@@ -148,10 +148,18 @@ def uncached_autocast(state: AutocastState) -> Iterator[None]:
         outer.restore(outer.cache)
 
 
+OwnGenerators = dict[torch.Generator, torch.Generator]  # each with a copy in an earlier state
+
+
+def any_has_drawn(generators: OwnGenerators) -> bool:
+    pairs = generators.items()
+    return any(not torch.equal(one.get_state(), copy.get_state()) for one, copy in pairs)
+
+
 class RngState:
     def __init__(self, cpu: torch.Generator, cuda: dict[int, Tensor]) -> None:
         self.cpu, self.cuda = cpu, cuda  # a generator is no tensor, which would count as memory
-        self.own: dict[torch.Generator, torch.Generator] = {}  # of the user's, with copies
+        self.own: OwnGenerators = {}  # of the user's
 
     @staticmethod
     def capture(
@@ -168,6 +176,10 @@ class RngState:
 
     def add(self, own: Iterable[torch.Generator]) -> None:
         self.own |= {generator: generator.clone_state() for generator in own}
+
+    def others(self, generators: Iterable[torch.Generator]) -> OwnGenerators:
+        """Returns those that have not been added, in their present states."""
+        return {one: one.clone_state() for one in generators if one not in self.own}
 
     def keep(self, devices: Iterable[int]) -> None:
         """Forgets the states of all CUDA devices but these and the current one: on others other
