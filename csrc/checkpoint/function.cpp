@@ -103,6 +103,11 @@ bool is_returned_twice(const FunctionResult& result, size_t index) {
   return false;
 }
 
+// A tangent of an output without its graph would have derivatives that miss the function.
+void refuse_tangent(const at::Tensor& output) {
+  if (output._fw_grad(/*level=*/0).defined()) throw_error("forward_mode");
+}
+
 // What the region returns in place of an output, which may be others': an input handed through, a
 // tensor from a closure, a view. Where a change in place would have to enter a history that the
 // region does not see, torch refuses it, as it does for such outputs of custom Functions.
@@ -127,6 +132,7 @@ py::object connect_outputs(const FunctionResult& result, const variable_list& in
     if (!c10::isFloatingType(output.scalar_type()) && !c10::isComplexType(output.scalar_type())) {
       continue;
     }
+    refuse_tangent(output);
     const bool is_input = std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& input) {
       return input.is_same(output);
     });
@@ -167,6 +173,7 @@ py::object call_and_look(const Arguments& arguments, const AutocastState& autoca
     if (!THPVariable_Check(result[i])) continue;
     const at::Tensor& output = THPVariable_Unpack(result[i]);
     if (!output.requires_grad()) continue;
+    refuse_tangent(output);
     roots.push_back(gradient_edge(output));
     elements.back() = wrap_as(detached(output), subclass_of(output));
   }

@@ -85,6 +85,14 @@ def inside_transform() -> RuntimeError:
     )
 
 
+def forward_mode() -> NotImplementedError:
+    return NotImplementedError(
+        "CheckpointFunction does not work with forward mode AD: the function's output has a "
+        "tangent, and a tensor that was listed, or that it uses, needs a gradient. Use "
+        "memsave_ext.checkpoint."
+    )
+
+
 def output_holds_tensors(index: int, output: object) -> TypeError:
     return TypeError(
         f"{_APPLY}: output {index} is a {type(output).__name__} that holds tensors, which would "

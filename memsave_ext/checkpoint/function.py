@@ -56,6 +56,7 @@ class CheckpointFunction:
             In backward: an input or parameter was changed in place since the forward; the recompute
             returns another structure or other shapes; a second backward without ``retain_graph``;
             double backward, which is not supported.
+        NotImplementedError: forward mode AD, where a tensor needs a gradient, too.
 
     Warns:
         UserWarning: once per call site, when ``function`` uses a tensor that needs a gradient and

@@ -211,6 +211,18 @@ def test_forward_mode():
         assert torch.equal(torch.autograd.forward_ad.unpack_dual(output).tangent, x.cos() * tangent)
 
 
+@pytest.mark.parametrize("listed", ["input", "parameter"])
+def test_forward_mode_with_a_gradient_raises(listed):
+    x, w = leaf(4), leaf(4)
+    with torch.autograd.forward_ad.dual_level():
+        tensors = {"input": x, "parameter": w}
+        dual = torch.autograd.forward_ad.make_dual(tensors[listed], torch.ones(4))
+        tensors[listed] = dual
+        a, b = tensors.values()
+        with pytest.raises(NotImplementedError, match="forward mode AD"):
+            apply(lambda a: a.sin() * b, 1, a, b)
+
+
 def test_it_holds_the_inputs_and_nothing_else():
     x = leaf(256, 256)
     w = leaf(256, 256)
