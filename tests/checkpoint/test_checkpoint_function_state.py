@@ -223,6 +223,15 @@ def test_forward_mode_with_a_gradient_raises(listed):
             apply(lambda a: a.sin() * b, 1, a, b)
 
 
+def test_an_input_that_is_frozen_before_backward():
+    x, w = leaf(4), leaf(4)
+    out = apply(lambda a: (a * w).sin(), 1, x, w)
+    x.requires_grad_(False)
+    out.sum().backward()
+    assert x.grad is None
+    assert torch.equal(w.grad, (x * w).cos() * x)
+
+
 def test_it_holds_the_inputs_and_nothing_else():
     x = leaf(256, 256)
     w = leaf(256, 256)

@@ -175,7 +175,7 @@ class Node(torch.autograd.Function):
         tensors = [*arguments, *parameters]
         wanted: dict[Tensor, int] = {}  # a tensor listed twice gets its gradient once
         for i, tensor in enumerate(tensors):
-            if ctx.needs_input_grad[i + 1]:
+            if ctx.needs_input_grad[i + 1] and tensor.requires_grad:  # not frozen since
                 wanted.setdefault(tensor, i)
         if roots and wanted:
             check_not_computed_from_listed(parameters)
