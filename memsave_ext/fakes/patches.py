@@ -78,6 +78,8 @@ def on_fakes(resized: Callable[[torch.UntypedStorage], None]) -> list[Patch]:
         Patch(Tensor, "__deepcopy__", _deepcopy),
         # Of a fake one torch takes each element out by operators, which a step does not run.
         Patch(FakeTensor, "tolist", _tolist),
+        # torch prints a number by its value where it is of no other class than Tensor.
+        Patch(FakeTensor, "__format__", _format),
         # torch adds the bias in place; of fake tensors it makes a sum.
         Patch(functional, "linear", _linear),
         # safetensors lays tensors on a storage of a file's memory, of which fakes know no shape.
@@ -261,6 +263,15 @@ def _tolist(before: Any) -> Any:
             return self.constant.tolist()
 
     return tolist
+
+
+def _format(before: Any) -> Any:
+    def formatted(self: FakeTensor, format_spec: str) -> Any:
+        if self.dim() == 0:
+            return format(self.detach().item(), format_spec)
+        return before(self, format_spec)
+
+    return formatted
 
 
 def _asarray(before: Any) -> Any:

@@ -169,6 +169,7 @@ def test_values_that_are_read():
         return model, None, lambda: read(model(x).detach())
 
     ms.memory.predict(lambda: reading(lambda y: (y.tolist(), torch.equal(y, y + 1))))
+    ms.memory.predict(lambda: reading(lambda y: f"{y.mean():.3f} {y.sum():g} {y}"))
     with pytest.raises(RuntimeError, match=r"predict: \.numpy\(\) reads the values.*is_dry_run"):
         ms.memory.predict(lambda: reading(lambda y: y.numpy()))
 
