@@ -38,8 +38,9 @@ def holders_of(addresses: Iterable[int]) -> dict[int, Holder]:
     """Returns, by address, who holds the memory that begins there, as far as it is found.
 
     Memory of a tensor that Python has is held by what refers to the tensor; other memory by the
-    graph of a tensor that has it saved for backward. The search looks at all objects of the
-    process, some ten times for each address, but for those that ``gc.freeze()`` has set aside.
+    graph of a tensor that has it saved for backward. Of what a NumPy array alone has the shape is
+    known, as the collector does not follow arrays. The search looks at all objects of the process,
+    some ten times for each address, but for those that ``gc.freeze()`` has set aside.
     """
     if not (wanted := set(addresses)):
         return {}
@@ -54,11 +55,10 @@ def holders_of(addresses: Iterable[int]) -> dict[int, Holder]:
     for address, views in known.items():
         # To one that a graph alone has nothing refers, though it is still an object of Python.
         place, tensor, last = _try_to_place(views[:_MOST_VIEWS], ours)
-        if place:
-            found[address] = Holder(tuple(tensor.shape), place)
-            # What a Function has on `ctx` is held by who has the graph.
-            if not _is(last, BackwardCFunction):
-                in_graphs.remove(address)
+        found[address] = Holder(tuple(tensor.shape), place)
+        # What a Function has on `ctx` is held by who has the graph.
+        if place and not _is(last, BackwardCFunction):
+            in_graphs.remove(address)
         del views
     del known
     saved = _saved_by(tensors, in_graphs)
@@ -66,7 +66,7 @@ def holders_of(addresses: Iterable[int]) -> dict[int, Holder]:
     for address in saved:
         shape, root = saved[address]
         place, *_ = _try_to_place([root], ours)
-        if place or address not in found:
+        if place or address not in found or not found[address].text:
             of = f"graph of a tensor of shape {list(root.shape)}"
             found[address] = Holder(shape, f"{of}: {place}" if place else of)
     return found

@@ -101,7 +101,8 @@ def _print_growth(growth: Sequence[Growth], file: TextIO | None) -> None:
     rows = [
         (
             format_bytes(g.bytes), g.tensors, g.steps, g.category,
-            str(list(g.shape)) if g.held_by else "", g.module, g.operator, g.line, g.held_by,
+            str(list(g.shape)) if g.held_by or g.shape else "",
+            g.module, g.operator, g.line, g.held_by,
         )
         for g in growth
     ]  # fmt: skip

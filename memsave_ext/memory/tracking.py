@@ -64,7 +64,8 @@ class Track(Reported):
         the process, for a second or more. What a list or a cache had before the block is not
         counted; what it has grown by is. What was freed after the block has no holder, and is still
         listed; nor has what C++ alone holds, as what this package's BatchNorm, ``checkpoint`` and
-        ``remat`` keep for backward. With ``stacks=True`` it says which line made them.
+        ``remat`` keep for backward, and what NumPy arrays hold. With ``stacks=True`` it says which
+        line made them.
 
         Raises:
             RuntimeError: in the block in pure Python, where it is known once the block is left.

@@ -515,6 +515,13 @@ def test_what_other_threads_write_to_meanwhile(kind):
     assert texts == [f"{place} of the module {__name__}"] * 3
 
 
+def test_results_that_are_kept_as_arrays_have_a_shape():
+    t = train(lambda net, hidden, loss: KEPT.append(hidden.detach().numpy()))
+    (group,) = grown(t)
+    assert (group.tensors, group.shape, group.held_by) == (STEPS, (ROWS, WIDE), "")
+    assert str([ROWS, WIDE]) in t.report()
+
+
 def test_a_search_that_fails(monkeypatch):
     def fails(*_):
         raise RuntimeError("dictionary changed size during iteration")
