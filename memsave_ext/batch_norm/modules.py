@@ -250,6 +250,8 @@ class BatchNorm1d(CountOnce, torch.nn.BatchNorm1d):
             compile this module.
 
     Under torch.func transforms, forward-mode derivatives and torch.export, torch's kernel runs.
+    torch's ``SyncBatchNorm.convert_sync_batchnorm`` and ``fuse_conv_bn_eval`` take this module for
+    torch's and leave out the activation; ``convert_batch_norm(model, sync=True)`` keeps it.
     Source: Ioffe and Szegedy 2015, arXiv 1502.03167.
     """
 

@@ -90,8 +90,9 @@ def enclosing(functions: bool = True) -> Enclosing:
 def count_once_contexts() -> Contexts:
     """``context_fn`` for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``.
 
-    With it, what torch promises of ``context_fn`` is all that batch norms need to count their
-    statistics once there; without it, they read torch's own objects, which has the same effect.
+    With it, what torch promises of ``context_fn`` is all that this package's batch norms need to
+    count their statistics once there; without it, they read torch's own objects, which has the same
+    effect. torch's batch norms count twice with it, too.
 
     Returns:
         Two context managers, for the forward and for its recomputes.
