@@ -6,7 +6,7 @@ import copyreg
 import functools
 import threading
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,6 +25,8 @@ from .step_in_backward import InBackward
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OWN = ("param_groups", *_HOOKS, "grad_scale", "found_inf")
 _NONE: OrderedDict[int, Any] = OrderedDict()
+OF_EACH = ("params", "param_names")  # what a group has for each of its parameters
+_DEEPEST = 8  # containers in containers that are compared
 
 
 @functools.cache
@@ -84,6 +86,23 @@ def restricted(
             if isinstance(group.get(name), Tensor):
                 group[name] = group[name].clone()
     return chosen
+
+
+def equal(one: Any, other: Any, depth: int = 0) -> bool:
+    """Whether options or states have the same values, as far as can be told."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return both and one.dtype == other.dtype and torch.equal(one, other)
+    if depth > _DEEPEST:  # one may contain itself
+        return True
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(equal(one[k], other[k], depth + 1) for k in one)
+    if isinstance(one, (list, tuple, deque)) and isinstance(other, (list, tuple, deque)):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(equal(a, b, depth + 1) for a, b in pairs)
+    if isinstance(one, (int, float, str, type(None))):
+        return type(one) is type(other) and one == other
+    return True  # of something else nothing is known
 
 
 @torch.no_grad()
@@ -178,7 +197,7 @@ class OwnStep(InBackward):
         if len(params) == 1 and scalars is None and not self._counts:  # most often: cheap
             group = groups[numbers[0]]
             if not self._clips_each or group.get("max_grad_norm") is None:
-                self._run_own_step([part_of(group, params)])
+                self._step_groups({numbers[0]: part_of(group, params)})
                 return
         norms = [groups[n].get("max_grad_norm") if self._clips_each else None for n in numbers]
         if scalars is not None or any(norm is not None for norm in norms):
@@ -187,8 +206,19 @@ class OwnStep(InBackward):
             if not left:
                 return
             params, numbers = [p for p, _ in left], [n for _, n in left]
-        chosen = restricted(groups, params, numbers, self._counts)
+        self._step_groups(restricted(groups, params, numbers, self._counts))
+
+    def _step_groups(self, chosen: dict[int, dict[str, Any]]) -> None:
+        """Steps with copies of groups, by number, and notes what that has counted in them: some
+        options begin to change after more steps than the trial has made."""
         self._run_own_step(list(chosen.values()))
+        for number, after in chosen.items():
+            before = self.param_groups[number]
+            for name, value in after.items():
+                if value is before.get(name) or name in (*OF_EACH, *self._counts):
+                    continue
+                if not equal(before.get(name), value):
+                    self._counts += (name,)
         if self._counts:
             self._counted.update(chosen)
 

@@ -13,12 +13,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..shared.dtensor import local_tensor
-from .own_optimizer import part_of, restricted, step_of, view, view_class
+from .own_optimizer import OF_EACH, equal, part_of, restricted, step_of, view, view_class
 
-_OF_EACH = ("params", "param_names")  # what a group has for each of its parameters
 _STEPS = 3
 _MOST_GROUPS = 8
-_DEEPEST = 8  # containers in containers that are compared
 
 
 def find_counts(optimizer: Optimizer) -> tuple[str, ...]:
@@ -50,7 +48,7 @@ def find_counts(optimizer: Optimizer) -> tuple[str, ...]:
         ) from error
     for of_one, of_other in zip(together, alone, strict=True):
         for key, value in of_one.items():
-            if not _equal(value, of_other.get(key)):
+            if not equal(value, of_other.get(key)):
                 raise ValueError(
                     f"in_backward: {name} steps a parameter differently alone than together with "
                     f"others ({key!r} differs), as it needs all gradients or counts steps for all "
@@ -60,7 +58,7 @@ def find_counts(optimizer: Optimizer) -> tuple[str, ...]:
         key: None
         for before, after in zip(tried.groups, together, strict=False)
         for key, value in after.items()
-        if key != "params" and not _equal(before.get(key), value)
+        if key != "params" and not equal(before.get(key), value)
     }
     return tuple(changed)
 
@@ -126,7 +124,7 @@ class _Trial:
                     for param in params[i]:
                         (one,) = restricted([group], [param], [0], group).values()
                         step(view(kind, attributes, [one]))
-                    changes.append({**one, **{k: group[k] for k in _OF_EACH if k in group}})
+                    changes.append({**one, **{k: group[k] for k in OF_EACH if k in group}})
                 groups = changes
         states = [
             {"params": p.detach(), **attributes["state"][p]} for listed in params for p in listed
@@ -200,19 +198,3 @@ def _numbers(fields: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, kinds)
         or (isinstance(value, dict) and all(isinstance(key, str) for key in value))
     }
-
-
-def _equal(one: Any, other: Any, depth: int = 0) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        both = isinstance(one, Tensor) and isinstance(other, Tensor)
-        return both and one.dtype == other.dtype and torch.equal(one, other)
-    if depth > _DEEPEST:  # one may contain itself
-        return True
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[k], other[k], depth + 1) for k in one)
-    if isinstance(one, (list, tuple, deque)) and isinstance(other, (list, tuple, deque)):
-        pairs = zip(one, other, strict=False)
-        return len(one) == len(other) and all(_equal(a, b, depth + 1) for a, b in pairs)
-    if isinstance(one, (int, float, str, type(None))):
-        return type(one) is type(other) and one == other
-    return True  # of something else nothing is known

@@ -223,6 +223,29 @@ def test_counts_of_steps_in_groups(small_bytes):
     assert_same(saved, pairs[1])
 
 
+class CountsLate(Counts):
+    """Sums up its learning rates after a warmup, as schedule-free RAdam does."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            if group["k"] > 5:
+                group["sum"] = group.get("sum", 0.0) + group["lr"]
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.data.sub_(p.grad * group["lr"] / group["sum"])
+
+
+@pytest.mark.parametrize("options", [{"small_bytes": 0}, {}, {"grads_on": "."}])
+def test_counts_that_begin_after_some_steps(options):
+    ours, theirs = pair(lambda params: CountsLate(params, lr=0.01), **options)
+    for number in range(9):
+        step(*ours, number)
+        step(*theirs, number)
+    assert ours[1].param_groups[0]["sum"] == theirs[1].param_groups[0]["sum"] > 0.03
+    assert_same(ours, theirs)
+
+
 # loss scaling
 
 
