@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..elsewhere.gradient import is_dense
@@ -104,6 +105,7 @@ class Files(Place):
         self._check_device(device)
         return self.takes(tensor.nbytes, device)
 
+    @_disable_dynamo  # a hook calls it, as make_state()
     def fetch(self, state: Mapping[str, Tensor], device: torch.device) -> Fetched:
         if pretended := [name for name, tensor in state.items() if pretends(tensor)]:
             return _InBuffer(self, state, pretended, device)
@@ -172,6 +174,7 @@ class _InBuffer(Fetched):
             self.state[name] = flat.as_strided(tensor.shape, tensor.stride())
             start += _room_of(tensor)
 
+    @_disable_dynamo  # a hook calls it, as make_state()
     def write_back(self) -> None:
         self.files.keep(self._buffer)
 
@@ -193,6 +196,7 @@ class _FetchedFromFile(_InBuffer):
             else:
                 files.file.get(region, self._parts[name])
 
+    @_disable_dynamo  # a hook calls it, as make_state()
     def write_back(self) -> None:
         for name, region in self._regions.items():
             self.files.file.put(region, self._parts[name])

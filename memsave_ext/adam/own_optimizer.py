@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from ..elsewhere.gradients import Gradients
@@ -186,6 +187,7 @@ class OwnStep(InBackward):
         if self._takes_gradients:
             self._attach(group["params"])
 
+    @_disable_dynamo  # a hook runs inside of what is compiled where that calls backward()
     def _step_by_own(
         self,
         params: list[Tensor],

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..shared.dtensor import is_dtensor, local_tensor
@@ -19,6 +20,7 @@ from .place import Place
 from .rules import MOMENTUM, is_adam, rule_of
 
 
+@_disable_dynamo  # a hook calls it, inside of what is compiled where that calls backward()
 def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns a state of zeros in the format that the group's options and the dtype select.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from ..elsewhere.gradients import Gradients, any_elsewhere, bring_back, step_in_parts
 from ..shared.dtensor import is_dtensor
@@ -165,6 +166,7 @@ class InBackward(torch.optim.Optimizer):
                 f"{type(closure).__name__}"
             )
 
+    @_disable_dynamo  # a compiled training step calls it
     def _close_step(self, closure: Callable[[], Any] | None) -> Any:
         """Steps what has a gradient, closes the step and returns what ``closure`` returns."""
         loss = None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
@@ -177,6 +178,7 @@ def step_in_parts(params: Iterable[Tensor], step: Callable[[], int]) -> int:
 def _hook(
     reference: Callable[[], Gradients | None], optimizer: Callable[[], Any]
 ) -> Callable[[Tensor], None]:
+    @_disable_dynamo  # it runs inside of what is compiled where that calls backward()
     def hook(param: Tensor) -> None:
         gradients = reference()
         if gradients is not None and param.grad is not None:

@@ -133,3 +133,35 @@ def test_compiled_autograd_is_an_error():
     net(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     assert optimizer.state[net.weight]["step"].item() == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params, _: ms.in_backward(torch.optim.AdamW(params, lr=0.01, fused=True)),
+        lambda params, _: ms.AdamW(params, lr=0.01, in_backward=True),
+        lambda params, folder: ms.AdamW(params, lr=0.01, in_backward=True, states_on=folder),
+        lambda params, folder: ms.AdamW(params, lr=0.01, grads_on=folder),
+    ],
+    ids=["own step", "in_backward", "states_on", "grads_on"],
+)
+def test_a_compiled_training_step(make, tmp_path):
+    """It has hooks run inside of what is compiled."""
+    runs = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 300))
+        optimizer = make(net.parameters(), tmp_path)
+
+        def step(x, net=net, optimizer=optimizer):
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        run = torch.compile(step, backend="eager") if compiles else step
+        for number in range(3):
+            run(torch.randn(8, 64, generator=torch.Generator().manual_seed(number)))
+        assert [optimizer.state[p]["step"].item() for p in net.parameters()] == [3] * 4
+        runs.append(net)
+    for p, q in zip(runs[0].parameters(), runs[1].parameters(), strict=True):
+        assert torch.equal(p, q)

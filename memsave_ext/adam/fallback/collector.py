@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from ..._streams import current_stream, use_here
 from ...checkpoint.function import note_step
@@ -590,6 +591,7 @@ class _AtEnd:
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
 
+    @_disable_dynamo  # as the hooks
     def __call__(self) -> None:
         try:
             self._backward.finish()

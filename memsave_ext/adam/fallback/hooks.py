@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from .. import errors
@@ -22,6 +23,7 @@ def install_hook(param: Tensor, collector: Any) -> None:
     made_dict = param._post_accumulate_grad_hooks is None
     collector_ref = weakref.ref(collector)
 
+    @_disable_dynamo  # it runs inside of what is compiled where that calls backward()
     def hook(param: Tensor) -> None:
         _check_not_compiled_autograd()  # it cannot trace what follows
         collector = collector_ref()
