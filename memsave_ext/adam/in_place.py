@@ -34,13 +34,14 @@ def step_in_backward(optimizer: Optimizer, **options: Any) -> Callable[[], None]
     own, before = type(optimizer), dict(optimizer.__dict__)
     groups = [set(group) for group in optimizer.param_groups]
     taken = in_backward(optimizer, **options)
+    made = {*taken.__dict__}
 
     def undo() -> None:
         owners.release(taken)
         bring_back(p for group in taken.param_groups for p in group["params"])
         after = taken.__dict__
         kept = {name: after[name] for name in ("state", "param_groups", "step") if name in after}
-        taken.__class__, taken.__dict__ = own, {**before, **kept}
+        taken.__class__, taken.__dict__ = own, {**before, **kept, **_of_users(after, made)}
         for group, names in zip(taken.param_groups, groups, strict=False):
             if "max_grad_norm" not in names:
                 group.pop("max_grad_norm", None)
@@ -79,15 +80,27 @@ def become(optimizer: Optimizer, kind: type[Any], **options: Any) -> Callable[[]
     ]
     new = {name: value for name, value in options.items() if name in modes.DEFAULTS}
     given = taken_by(kind, defaults) | had | options
-    _remake(optimizer, kind, [of | new for of in of_groups], given, condition)
+    names = {*optimizer.__dict__}
+    _remake(optimizer, kind, [of | new for of in of_groups], given, condition, set())
+    made = {*optimizer.__dict__} - names
     hook = optimizer.register_state_dict_post_hook(_as_torchs) if "state_dtype" in new else None
 
     def undo() -> None:
-        _remake(optimizer, own, of_groups, defaults | had, condition)
+        _remake(optimizer, own, of_groups, defaults | had, condition, made)
         if hook is not None:
             hook.remove()
 
     return undo
+
+
+def _of_users(attributes: dict[str, Any], made: set[str]) -> dict[str, Any]:
+    """Returns those of an optimizer's attributes that a user has given it.
+
+    Args:
+        made: the names of those that its class has made.
+    """
+    names = (name for name in attributes if name not in made and not name.startswith("_"))
+    return {name: attributes[name] for name in names}
 
 
 def _as_torchs(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -151,12 +164,14 @@ def _remake(
     of_groups: list[dict[str, Any]],
     options: dict[str, Any],
     condition: Callable[[], object] | None,
+    made: set[str],
 ) -> None:
     """Constructs the object anew, as one of another class, with the states that it has.
 
     Args:
         of_groups: the options of each group that are among ``_OF_GROUPS``.
         condition: that of ``accumulate_when()``.
+        made: names of attributes that the class has made which the object had until now.
     """
     own, before = type(optimizer), dict(optimizer.__dict__)
     count = len(optimizer.param_groups)
@@ -177,6 +192,7 @@ def _remake(
     try:
         optimizer.__class__, optimizer.__dict__ = kind, {}
         kind.__init__(optimizer, groups, **options)
+        optimizer.__dict__ |= _of_users(before, made | {*optimizer.__dict__})
         for name, value in before.items():
             if name.startswith("_optimizer_") or name in ("step", "_opt_called"):
                 optimizer.__dict__[name] = value

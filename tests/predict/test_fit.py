@@ -209,6 +209,28 @@ def test_groups_and_states_that_a_loop_has_kept(technique):
     assert type(optimizer) is torch.optim.AdamW
 
 
+@pytest.mark.parametrize("technique", ["optimizer in backward", "Adam in backward"])
+def test_attributes_that_a_loop_has_given_its_optimizer(technique):
+    model, x = Net(), torch.randn(16, 32)
+    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
+    of_torch, calls = {*vars(optimizer)}, []
+    zero_grad = optimizer.zero_grad
+    optimizer.tag = "before"
+    optimizer.zero_grad = lambda *args: (calls.append(args), zero_grad(*args))
+    applied = ms.fit(
+        model, optimizer, x, budget=GB, loss=square, technique=technique, verbose=False
+    )
+    optimizer.later = "while it is fitted"
+    for number in (1, 2):
+        square(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(calls) == number and optimizer.tag == "before"
+        applied.undo()
+    assert {*vars(optimizer)} - of_torch == {"tag", "zero_grad", "later"}
+    assert optimizer.later == "while it is fitted"
+
+
 def test_the_cheapest_that_fits_is_applied_and_said(capsys):
     loop = Loop()
     plain = loop.fit("as built").predicted
