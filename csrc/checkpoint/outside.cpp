@@ -1,5 +1,6 @@
 #include "checkpoint/outside.h"
 
+#include <ATen/core/grad_mode.h>
 #include <c10/util/hash.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Generator.h>
@@ -177,8 +178,9 @@ void add_change(PyObject* object, const std::string& name, std::optional<uint32_
           .attr("change")(py::handle(object), name, before, version_of(tensor), by_forward);
   if (change.is_none()) return;
   const auto range = is_wrapper(tensor) ? ByteRange{0, 0} : ByteRange::of(tensor);
-  changed.push_back(
-      {tensor.unsafeGetTensorImpl(), weak_storage_of(tensor), range, py::str(change)});
+  const bool has_same_values = before == version_of(tensor) && !by_forward;
+  changed.push_back({tensor.unsafeGetTensorImpl(), weak_storage_of(tensor), range, py::str(change),
+                     has_same_values});
 }
 
 thread_local ReadObserver* observer = nullptr;  // the innermost of this thread
@@ -572,7 +574,8 @@ void ReadObserver::look(const at::RecordFunction& operator_, size_t argument,
     const bool same = storage == nullptr ? changed.tensor == tensor.unsafeGetTensorImpl()
                                          : changed.storage._unsafe_get_target() == storage &&
                                                changed.range.overlaps(ByteRange::of(tensor));
-    if (same) change = &changed.description;
+    const bool matters = !changed.has_same_values || at::GradMode::is_enabled();
+    if (same && matters) change = &changed.description;
   }
   const auto position = region_ == nullptr ? std::nullopt : region_->stepped(tensor);
   if (change == nullptr && !position) return;

@@ -93,6 +93,7 @@ struct ChangedTensor {
   WeakStorage storage;
   ByteRange range;
   std::string description;
+  bool has_same_values;  // only whether it needs a gradient has changed
 };
 
 class OutsideTensors {

@@ -817,6 +817,25 @@ def test_a_parameter_that_is_frozen_or_unfrozen_before_backward(engine_hooks, fr
 
 
 @pytest.mark.parametrize("engine_hooks", [False, True])
+@pytest.mark.parametrize("run", [ms.checkpoint, lambda f, x: ms.CheckpointFunction.apply(f, 1, x)])
+def test_a_teacher_that_is_frozen_before_backward(engine_hooks, run):
+    """What is read without a graph is read alike."""
+    teacher, x = nn.Linear(8, 8), torch.randn(8, 8, requires_grad=True)
+
+    def distance(x):
+        with torch.no_grad():
+            target = teacher(x)
+        return (x.sin() - target).square()
+
+    with engine_hooks_are(engine_hooks):
+        out = run(distance, x)
+        teacher.requires_grad_(False)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        (expected,) = torch.autograd.grad(distance(x).sum(), x)
+        assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("engine_hooks", [False, True])
 @pytest.mark.parametrize("needs_one", [False, True])
 def test_an_argument_that_needs_a_gradient_by_the_time_of_backward(engine_hooks, needs_one):
     """Or no longer. The recompute has it as the forward had."""

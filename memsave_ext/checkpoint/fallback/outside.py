@@ -244,6 +244,7 @@ class ChangedTensor:
     storage: StorageWeakRef | None  # a recompute may put another in its place, which frees it
     range: ByteRange
     description: str
+    has_same_values: bool  # only whether it needs a gradient has changed
 
 
 def cuda_devices(tensors: Iterable[Any]) -> set[int]:
@@ -325,7 +326,10 @@ class OutsideTensors:
             range_ = ByteRange(0, 0) if _is_wrapper(tensor) else ByteRange.of(tensor)
             what = rules.change(tensor, place[1], before, version_of(tensor), by_forward)
             if what is not None:
-                changed.append(ChangedTensor(id(tensor), _storage_of(tensor), range_, what))
+                same_values = before == version_of(tensor) and not by_forward
+                changed.append(
+                    ChangedTensor(id(tensor), _storage_of(tensor), range_, what, same_values)
+                )
 
         generators = walk(roots, compare, was_another)
         return changed, generators
@@ -376,7 +380,7 @@ class ReadObserver(TorchDispatchMode):
                     and changed.storage.cdata == storage
                     and changed.range.overlaps(ByteRange.of(tensor))
                 )
-            if same:
+            if same and (not changed.has_same_values or torch.is_grad_enabled()):
                 change = changed.description
         position = None
         if storage is not None and self._region is not None:
