@@ -839,11 +839,4 @@ MISTAKES = [
         "  if (step_ && !MISTAKE) step_->end_proof();",
         ("remat/test_library_operators.py::test_the_memory_of_a_proof_is_in_no_plan",),
     ),
-    Mistake(
-        "a Function that changes its arguments counts as pure",
-        "memsave_ext/remat/functions.py",
-        "running.end([] if changes else _results(out, context))",
-        "running.end([] if changes and not MISTAKE else _results(out, context))",
-        ("remat/test_pure_functions.py::test_what_is_not_pure_is_kept",),
-    ),
 ]
