@@ -217,12 +217,12 @@ py::object apply(const Arguments& arguments) {
 
   const std::vector<PyObject*> roots{arguments.function.ptr()};
   OutsideTensors outside;
-  outside.note(roots);
+  const auto generators = outside.note(roots);
   CudaDevices devices = outside.devices();
   for (const auto& tensor : arguments.inputs) devices.add(tensor);
   for (const auto& tensor : arguments.parameters) devices.add(tensor);
   const auto rng = std::make_shared<RngState>(devices);
-  rng->add(outside.generators());
+  rng->add(generators);
 
   ForwardRecord record;
   const FunctionResult result = [&] {

@@ -430,14 +430,16 @@ TensorWalk::NameVisitor OutsideTensors::note_names() {
   };
 }
 
-void OutsideTensors::note(const std::vector<PyObject*>& roots) {
+std::vector<at::Generator> OutsideTensors::note(const std::vector<PyObject*>& roots) {
+  std::vector<at::Generator> generators;
   TensorWalk tensors(
       [&](PyObject* tensor) {
         noted_.push_back(Noted::of(THPVariable_Unpack(tensor), tensors.place()));
         devices_.add(THPVariable_Unpack(tensor));
       },
-      note_names(), &generators_);
+      note_names(), &generators);
   walk(roots, tensors);
+  return generators;
 }
 
 void OutsideTensors::leave_out_changes_of_forward(const std::vector<PyObject*>& roots) {

@@ -100,8 +100,8 @@ class OutsideTensors {
  public:
   // All need the GIL. `roots` are the function and what it is called with.
   // Notes, before the forward, identity, storage and version of every tensor reached from `roots`,
-  // and the generators that it reaches.
-  void note(const std::vector<PyObject*>& roots);
+  // and returns the generators that are reached.
+  std::vector<at::Generator> note(const std::vector<PyObject*>& roots);
   // After the forward: notes the tensors as they are now, and which of them the forward itself has
   // changed. These are left out, but for buffers, which the recompute would find changed.
   void leave_out_changes_of_forward(const std::vector<PyObject*>& roots);
@@ -113,7 +113,6 @@ class OutsideTensors {
   Changes find_changed(const std::vector<PyObject*>& roots) const;
   // Those that the noted tensors are on.
   const CudaDevices& devices() const { return devices_; }
-  const std::vector<at::Generator>& generators() const { return generators_; }
 
  private:
   struct Noted {
@@ -155,7 +154,6 @@ class OutsideTensors {
   std::vector<Noted> noted_;
   std::vector<Name> names_;
   CudaDevices devices_;
-  std::vector<at::Generator> generators_;
 };
 
 // A read, by one of the recompute's operators, of a tensor that had changed.

@@ -108,8 +108,8 @@ std::vector<PyObject*> Region::roots() const {
 
 void Region::note_outside() {
   if (!options_.check_determinism) return;
-  outside_.note(roots());
-  if (surroundings_.rng) surroundings_.rng->add(outside_.generators());
+  const auto generators = outside_.note(roots());
+  if (surroundings_.rng) surroundings_.rng->add(generators);
 }
 
 void Region::finish_forward(PyObject* outputs) {
