@@ -302,7 +302,7 @@ def _name_at(referrer: Any, step: _Step) -> str | None:
     elif _is(referrer, dict) and type(name := dict.get(referrer, "__name__")) is str:
         module = sys.modules.get(name)
         if module is not None and _ask(module, "__dict__") is referrer:
-            for name, value in list(dict.items(referrer)):
+            for name, value in dict.copy(referrer).items():
                 if value is step.object:
                     return f"{name}{step.below()} of the module {module.__name__}"
     elif _is(referrer, type):
@@ -315,8 +315,9 @@ def _name_at(referrer: Any, step: _Step) -> str | None:
 def _step_to(referrer: Any, step: _Step) -> _Step | None:
     """Returns the way by a referrer without a name of its own."""
     if _is(referrer, dict):
-        # A copy, made at once, as other threads may write to it.
-        for key, value in list(dict.items(referrer)):
+        # A copy, made at once, as other threads may write to it: a list of items makes tuples, so
+        # the collector may run, and with it Python code.
+        for key, value in dict.copy(referrer).items():
             if value is step.object:
                 return step.above(referrer, step.below(), key)
             if key is step.object:

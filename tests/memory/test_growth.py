@@ -480,7 +480,8 @@ def test_keys_are_not_printed():
 
 @pytest.mark.parametrize("kind", [dict, deque])
 def test_what_other_threads_write_to_meanwhile(kind):
-    """The search goes through copies, which are made at once."""
+    """The search goes through copies, which are made at once: no other thread has its turn in one,
+    though it may wherever the collector calls Python, as Hypothesis has it do."""
     tensor, stop = torch.ones(17), threading.Event()
     many = kind.fromkeys(range(100_000)) if kind is dict else deque(range(100_000))
     if kind is dict:
@@ -490,6 +491,10 @@ def test_what_other_threads_write_to_meanwhile(kind):
     KEPT.append(many)
     address = tensor.data_ptr()
     del tensor, many
+
+    def collects(*_):
+        for _ in range(100):
+            pass
 
     def write():
         number = 1_000_000
@@ -505,9 +510,11 @@ def test_what_other_threads_write_to_meanwhile(kind):
     sys.setswitchinterval(1e-5)
     thread = threading.Thread(target=write)
     thread.start()
+    gc.callbacks.append(collects)
     try:
         texts = [held(address).text for _ in range(3)]
     finally:
+        gc.callbacks.remove(collects)
         stop.set()
         thread.join()
         sys.setswitchinterval(interval)
