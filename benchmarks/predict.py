@@ -47,15 +47,16 @@ WIDTH = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "
 OTHER_NAMES = {"n_embd": 256, "n_layer": 4, "n_head": 4, "intermediate_size": 512, "ffn_dim": 512}
 
 
-def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
-    yield "DenseNet", lambda: images(DenseNet(22, 12), 32, 8)
+def cases(batch: int = 8) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields models by name; ``batch``: images of each step."""
+    yield "DenseNet", lambda: images(DenseNet(22, 12), 32, batch)
     yield (
         "VisionTransformer",
-        lambda: images(VisionTransformer(64, width=192, heads=3, depth=6), 64, 8),
+        lambda: images(VisionTransformer(64, width=192, heads=3, depth=6), 64, batch),
     )
     if library("timm"):
         for name in TIMM:
-            yield f"timm {name}", lambda name=name: images(timm_model(name), 64, 8)
+            yield f"timm {name}", lambda name=name: images(timm_model(name), 64, batch)
     if library("transformers"):
         for name in TRANSFORMERS:
             yield f"transformers {name}", lambda name=name: tokens(name)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
-from .kernels import nbytes
+from .kernels import is_view, nbytes
 
 _SECONDS_PER_BYTE = 3e-11  # read or written; csrc/remat/policy.cpp has twice that for a copied byte
 _SECONDS_PER_FLOP = 1e-11
@@ -86,6 +86,8 @@ _SECONDS_PER_CONVOLUTION = {True: 3e-5, False: 1.5e-4}  # whether the kernel has
 
 def operator_seconds(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     """Returns about how long an operator would run."""
+    if is_view(func):
+        return SECONDS_PER_CALL
     if (found := _convolution(func, args, result)) is not None:
         count, tensors, flops = found
         moved = sum(map(nbytes, tensors)) * _CONVOLUTION_FACTOR * _SECONDS_PER_BYTE
@@ -105,6 +107,8 @@ def operator_seconds(func: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 def seconds_on_card(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     """Returns about how long an operator would run on a CUDA card. No card has checked it."""
+    if is_view(func):
+        return 0.0  # it launches nothing
     tensors = _tensors(args, result)
     seconds = _CARD_PER_CALL + sum(map(nbytes, tensors)) * _CARD_PER_BYTE
     half = any(t.is_floating_point() and t.itemsize <= 2 for t in tensors)

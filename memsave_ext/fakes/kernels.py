@@ -20,6 +20,7 @@ _VALUES = (_aten._values, _aten.values)
 _MADE = _aten._sparse_coo_tensor_with_dims_and_tensors.default
 _GROUPED_MM: Any = getattr(_aten, "_grouped_mm", None)
 _ALIGNED = 16  # bytes, of rows of a grouped product
+_UNSAFE_VIEW = _aten._unsafe_view.default  # a view of which autograd is not told
 _CTC_LOSS = _aten._ctc_loss.Tensor
 _MAKE_STRIDES = (_aten.native_layer_norm, _aten.native_batch_norm, _aten._log_softmax)
 _KEEP_STRIDES = (_aten.clone, _aten.clamp, _aten.hardtanh)
@@ -30,6 +31,11 @@ class _Parts(NamedTuple):
 
     indices: Tensor
     values: Tensor
+
+
+def is_view(func: Any) -> bool:
+    """Whether an operator returns its argument's memory."""
+    return getattr(func, "is_view", False) or func is _UNSAFE_VIEW
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain: bool) -> Any:

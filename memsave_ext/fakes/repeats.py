@@ -12,14 +12,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.utils._pytree import tree_iter
 
-from . import measured
+from . import kernels, measured
 
 _PLAIN = (
     *(int, float, bool, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _mkldnn: Any = torch.backends.mkldnn
-_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view of which autograd is not told
 _VALUES_MATTER = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -87,7 +86,7 @@ class Repeats:
 
     def view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns a view, made without asking the fake mode; None if it may be no plain one."""
-        if not (getattr(func, "is_view", False) or func is _UNSAFE_VIEW):
+        if not kernels.is_view(func):
             return None
         if not args or type(args[0]) is not FakeTensor:
             return None
