@@ -147,6 +147,8 @@ class CachingAllocator:
 
     def allocated(self, number: int, size: int) -> None:
         """``number`` tells this memory from other memory that lives."""
+        if number in self._blocks:  # it lies there
+            return
         pool = self._small if size <= _SMALL else self._large
         self._blocks[number] = pool.allocate(size)
 

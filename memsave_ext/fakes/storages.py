@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -231,11 +231,12 @@ class Storages(TorchDispatchMode):
         """Whether what Python reads from it is what a step would read."""
         return self._values.is_known(tensor)
 
-    def living(self) -> Iterator[tuple[int, int]]:
-        """Yields the number and size of all memory that lives and was told of."""
+    def living(self, counted: Container[int] = ()) -> Iterator[tuple[int, int]]:
+        """Yields the number and size of all memory that lives and was told of, and of those of
+        these numbers that were there before."""
         self._tell_result()
         for number, (_, size) in self._known.items():
-            if number not in self._before:
+            if number not in self._before or number in counted:
                 yield number, size
 
     def _forget(self, number: int) -> None:

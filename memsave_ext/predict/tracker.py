@@ -35,7 +35,8 @@ from ..memory.hooks import Hooks, Names
 from ..memory.log import Log
 from ..memory.tracker import Tracker
 from ..shared.modules import Modules
-from ..store.mapped import listeners
+from ..shared.tensors import plain_tensors
+from ..store.mapped import in_memory, listeners
 
 _FIRST_OF_NONE = 1 << 63  # sequence numbers from here on are of nodes that accumulate gradients
 _NO_LIMIT = 1 << 40  # of events
@@ -69,13 +70,19 @@ class FakeTracker(Tracker):
             listeners.append(self.storages.leave)
         self._allocators: tuple[CachingAllocator, ...] = ()
 
-    def reserve(self) -> None:
+    def reserve(self, held: Iterable[Any]) -> None:
         """Follows what CUDA's caching allocator reserves, from now on. What lives lies in the order
-        in which it was made: what building has freed may have been on another device."""
+        in which it was made: what building has freed may have been on another device.
+
+        Args:
+            held: what model and optimizer have, which counts also where it was made before.
+        """
         if self._counts_all:
+            memories = map(self.storages.memory, in_memory(plain_tensors(list(held))))
+            numbers = {memory[0] for memory in memories if memory is not None}
             self._allocators = CachingAllocator(False), CachingAllocator(True)
             for allocator in self._allocators:
-                for number, size in self.storages.living():
+                for number, size in self.storages.living(numbers):
                     allocator.allocated(number, size)
 
     @property
@@ -126,6 +133,8 @@ class FakeTracker(Tracker):
         for tensor in others:
             if (memory := self.storages.memory(tensor)) is not None:
                 self._note(FOUND, *memory)
+                for allocator in self._allocators:
+                    allocator.allocated(*memory)
         self.others = self._log.total - before
         self._note(BEGIN_TRACKING)  # now that all that lived before is labelled
         copying, seconds = self.copying, self.seconds

@@ -140,3 +140,37 @@ def test_the_budget_is_of_reserved_bytes():
         row = ms.memory.fits(scaled, budget).rows[0]
         assert (row.reserved, row.fits) == (130 * MIB, fits)
         assert row.peak < row.reserved
+
+
+def test_memory_from_before_is_reserved():
+    """States, a model that ``build`` only returns, another model: as if the step had made them."""
+
+    def made():
+        model, teacher = nn.Linear(512, 512), nn.Linear(512, 512)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step():
+            x = torch.ones(64, 512)
+            (model(x) - teacher(x).detach()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    expected = ms.memory.predict(made, device="cuda")
+    model, optimizer, step = before = made()
+    for _ in range(2):
+        predicted = ms.memory.predict(lambda: before, device="cuda")
+        assert (predicted.peak, predicted.reserved) == (expected.peak, expected.reserved)
+        step()  # and with states
+
+    teacher = nn.Linear(512, 512)
+    x = torch.ones(64, 512)
+    for _ in range(2):
+        predicted, alone = (
+            ms.memory.predict(model, optimizer, x, loss=torch.sum, device="cuda", others=others)
+            for others in ([teacher], [])
+        )
+        assert predicted.others == predicted.peak - alone.peak > 2**20
+        assert predicted.reserved >= predicted.peak
+        step()
