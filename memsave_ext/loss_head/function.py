@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -152,8 +152,15 @@ def _loss_of(
     if loss_dtype is not None and loss_dtype not in _DTYPES:
         allowed = ", ".join(str(dtype) for dtype in _DTYPES)
         raise ValueError(f"loss_dtype must be one of {allowed} or None, got {loss_dtype!r}")
+    if not isinstance(label_smoothing, SupportsFloat):
+        raise TypeError(f"label_smoothing must be a number, got {label_smoothing!r}")
     check_softcap("softcap", softcap)
     check_chunk_size(chunk_size)
+    flags = {"return_lse": return_lse, "return_predicted": return_predicted}
+    flags |= {"return_entropy": return_entropy, "debug": debug}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, got {flag!r}")
     ignored = -100 if ignore_index is None else ignore_index
     asked = return_lse, return_predicted, return_entropy
     loss_options = Options(reduction, ignored, label_smoothing, softcap, *asked)

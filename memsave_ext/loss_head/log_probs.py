@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from .chunks import Chunks, Settings, shape_of_chunk
-from .function import as_asked, check_low_rank, check_tensors, logits_dtype, loss_of
+from .function import (
+    as_asked,
+    check_low_rank,
+    check_softcap,
+    check_tensors,
+    logits_dtype,
+    loss_of,
+)
 from .reference import Found
 from .vocabulary import replicated
 
@@ -76,6 +83,7 @@ def linear_log_probs(
             f"{tuple(target.shape)}"
         )
     check_temperature(temperature)
+    check_softcap("softcap", softcap)
     check_low_rank(low_rank, input, linear_weight)
     rows, linear_bias, low_rank = scaled_layer(input, linear_bias, low_rank, 1 / temperature)
     found = loss_of(

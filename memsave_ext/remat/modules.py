@@ -175,6 +175,8 @@ def remat_module(
             f"remat_module: the {_method} of {type(model).__name__} has been replaced already; "
             "remove() the handle that replaced it first, or call remat_module before it is replaced"
         )
+    if not isinstance(by_module, bool):
+        raise TypeError(f"remat_module: by_module must be a bool, got {type(by_module).__name__}")
     within = check_arguments(budget, optimizer, strict, retry)
     check_ahead(ahead)
     functions = check_pure("remat_module", pure)

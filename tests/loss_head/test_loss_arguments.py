@@ -78,6 +78,13 @@ def test_own_options_are_checked():
     for ignored in (True, 1.5, "1"):
         with pytest.raises(TypeError, match="ignore_index must be an int or None, got"):
             ms.linear_cross_entropy(x, w, t, ignore_index=ignored)
+    for smoothing in (None, "0.1"):
+        with pytest.raises(TypeError, match="label_smoothing must be a number, got"):
+            ms.linear_cross_entropy(x, w, t, label_smoothing=smoothing)
+    for name in ("return_lse", "return_predicted", "return_entropy", "debug"):
+        for flag in (None, 1, "no"):
+            with pytest.raises(TypeError, match=f"^{name} must be True or False, got {flag!r}"):
+                ms.linear_cross_entropy(x, w, t, **{name: flag})
 
 
 def test_on_the_meta_device():

@@ -224,6 +224,13 @@ def test_removed_where_another_library_has_wrapped_it():
     assert handle._last() is last and model.weight.grad is not None
 
 
+def test_by_module_is_a_bool():
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="remat_module: by_module must be a bool, got str"):
+        ms.remat_module(model, by_module="no")
+    assert "forward" not in vars(model)
+
+
 @pytest.mark.parametrize("by_module", [False, True])
 def test_a_module_in_place(by_module):
     model, x = net()
