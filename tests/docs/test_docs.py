@@ -1,5 +1,6 @@
 """The code in the docs runs."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -124,10 +125,19 @@ def test_links_lead_somewhere(page):
 
 def test_techniques_are_named():
     page = (DOCS / "fits.md").read_text(encoding="utf-8").replace("\n  ", " ")
-    told = next(line for line in page.splitlines() if line.startswith("- `technique=` takes"))
     of_all = {one.name for t in techniques.ALL for one in (t, t.for_loops_that_clip()) if one}
     parts = {part for name in of_all for part in name.split(", ")}
-    assert parts == set(re.findall(r"`([^`]+)`", told)) - {"technique="}
+    (told,) = (line for line in page.splitlines() if line.startswith("- Rows combine"))
+    assert parts == set(re.findall(r"`([^`]+)`", told))
+    (told,) = (line for line in page.splitlines() if "take `technique=`" in line)
+    assert re.findall(r"such as `([^`]+)`", told)[0] in of_all
+    takes = {
+        "`fit`": ms.fit,
+        "`memory.fits`": ms.memory.fits,
+        "`found.apply`": ms.memory.Fits.apply,
+    }
+    for name, function in takes.items():
+        assert ("technique" in inspect.signature(function).parameters) == (name in told)
 
 
 def test_no_line_of_code_is_wider_than_its_column():
