@@ -213,15 +213,15 @@ def predict(
             refuse_distributed(build)
         check_shapes("predict", build)
         build = from_batch(build, optimizer, batch, loss, others=others)
-    elif any(value is not None for value in (optimizer, batch, loss)) or others != ():
-        raise TypeError(
-            "predict: optimizer, batch, loss and others can be passed only with a model: a "
-            "function makes these itself"
-        )
     elif not callable(build):
         raise TypeError(
             "predict: build must be a function that returns (model, optimizer or None, step), or "
             f"a torch.nn.Module, got {type(build).__name__}"
+        )
+    elif any(value is not None for value in (optimizer, batch, loss)) or others != ():
+        raise TypeError(
+            "predict: optimizer, batch, loss and others can be passed only with a model: a "
+            "function makes these itself"
         )
     with Progress("predict", 3, progress) as shown:
         uses = build if isinstance(build, FromBatch) else None

@@ -175,8 +175,8 @@ def _shard(model: nn.Module, optimizer: Optimizer | None) -> None:
 
     if optimizer is not None and optimizer.state:
         raise ValueError(
-            "predict: the optimizer that build returns has states already, of whole parameters: "
-            "leave the steps to the function that makes one"
+            "predict: the optimizer has states already, of whole parameters: predict with one that "
+            "has not stepped yet"
         )
     has_hooks = isinstance(optimizer, InBackward) and optimizer._takes_gradients
     if has_hooks:

@@ -327,6 +327,15 @@ def test_arguments():
         ms.memory.predict(lambda: None)
     with pytest.raises(TypeError, match="can be passed only with a model"):
         ms.memory.predict(lambda: None, None, torch.empty(2))
+    with pytest.raises(TypeError, match="predict: build must be .* got NoneType"):
+        ms.memory.predict(None, None, torch.empty(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="predict: the optimizer has states already"):
+        ms.memory.predict(
+            model, optimizer, torch.ones(2, 2), loss=torch.sum, devices=2, shard="fsdp2"
+        )
     with pytest.raises(ValueError, match="CPU or a CUDA device"):
         ms.memory.predict(lambda: None, device="mps")
 
