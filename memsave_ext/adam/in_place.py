@@ -34,14 +34,15 @@ def step_in_backward(optimizer: Optimizer, **options: Any) -> Callable[[], None]
     own, before = type(optimizer), dict(optimizer.__dict__)
     groups = [set(group) for group in optimizer.param_groups]
     taken = in_backward(optimizer, **options)
-    made = {*taken.__dict__}
+    made = {name for name, value in taken.__dict__.items() if value is not before.get(name)}
 
     def undo() -> None:
         owners.release(taken)
         bring_back(p for group in taken.param_groups for p in group["params"])
         after = taken.__dict__
-        kept = {name: after[name] for name in ("state", "param_groups", "step") if name in after}
-        taken.__class__, taken.__dict__ = own, {**before, **kept, **_of_users(after, made)}
+        kept = {name: after[name] for name in {*before} - made if name in after}
+        given_back = {name: before[name] for name in {*before} & made}
+        taken.__class__, taken.__dict__ = own, {**given_back, **kept, **_of_users(after, made)}
         for group, names in zip(taken.param_groups, groups, strict=False):
             if "max_grad_norm" not in names:
                 group.pop("max_grad_norm", None)

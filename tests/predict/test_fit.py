@@ -221,11 +221,12 @@ def test_attributes_that_a_loop_has_given_its_optimizer(technique):
         model, optimizer, x, budget=GB, loss=square, technique=technique, verbose=False
     )
     optimizer.later = "while it is fitted"
-    for number in (1, 2):
+    for number, tag in enumerate(("before", "since"), 1):
         square(model(x)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert len(calls) == number and optimizer.tag == "before"
+        assert len(calls) == number and optimizer.tag == tag
+        optimizer.tag = "since"
         applied.undo()
     assert {*vars(optimizer)} - of_torch == {"tag", "zero_grad", "later"}
     assert optimizer.later == "while it is fitted"
