@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -49,6 +51,21 @@ def with_step_hooks(optimizer: Optimizer) -> Optimizer:
             break
         optimizer = found
     return optimizer
+
+
+# What torch has around the step() of each class of optimizers, where it calls the hooks.
+_AROUND_STEP = Optimizer.profile_hook_step(with_step_hooks).__code__
+
+
+def in_inner_step(optimizer: Optimizer) -> bool:
+    """Whether a step hook is called for the ``step()`` of a base class, which that of the
+    optimizer's class calls: torch calls the hooks for both."""
+    frame: FrameType | None = sys._getframe(1)
+    steps = 0
+    while frame is not None and steps < 2:
+        steps += frame.f_code is _AROUND_STEP and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return steps > 1
 
 
 class Hooks:
@@ -141,7 +158,9 @@ class Hooks:
 
     def _watch_optimizer(self, stack: ExitStack, optimizer: Optimizer, last: bool) -> None:
         @not_compiled
-        def before(_: Optimizer, arguments: Any, names: Any) -> Any:
+        def before(stepped: Optimizer, arguments: Any, names: Any) -> Any:
+            if in_inner_step(stepped):
+                return None
             params = self._label_parameters()  # which a step may have replaced
             self._label_gradients(params)
             self._look_elsewhere(params)
@@ -154,6 +173,8 @@ class Hooks:
 
         @not_compiled
         def after(stepped: Optimizer, *_: Any) -> None:
+            if in_inner_step(stepped):
+                return
             params = self._numbered_parameters()
             self._label_states(stepped, params)
             wrapper = watched()

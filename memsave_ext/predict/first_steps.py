@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..dry_run import is_dry_run
 from ..memory.figures import make_tracker, untracked
-from ..memory.hooks import Hooks, Names
+from ..memory.hooks import Hooks, Names, in_inner_step
 from ..shared.modules import Modules, device_of
 
 _MOST_EVENTS = 100_000  # only the peak is asked for
@@ -53,8 +53,8 @@ class FirstSteps:
         self._before: Any = None  # a hook of the step after the last one of these
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        if is_dry_run():
-            return  # a step of a prediction
+        if is_dry_run() or in_inner_step(optimizer):
+            return  # a step of a prediction, or a part of one
         self._steps += 1
         model = self._model()
         if self._steps == self._number - 1 and model is not None and self._tell is not None:

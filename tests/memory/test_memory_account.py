@@ -297,6 +297,25 @@ def test_two_optimizers_and_accumulated_gradients():
     assert column(t, "gradients")[-1] == LAYERS * WEIGHT
 
 
+class StepsByItsBase(torch.optim.AdamW):
+    """Its step calls that of its base class, around which torch calls all step hooks, too, once
+    there has been an optimizer of that class."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.average = torch.zeros(8, LAYERS * N, N)
+        self.average = None
+        return loss
+
+
+def test_a_step_that_calls_that_of_its_base_class_is_one_step():
+    torch.optim.AdamW(mlp().parameters())
+    t = train(model := mlp(), StepsByItsBase(model.parameters()), steps=3)
+    check_sums(t)
+    assert [s.index for s in t.steps] == [0, 1, 2]
+    assert t.peak_phase == "optimizer" and t.peak > 8 * LAYERS * WEIGHT
+
+
 def test_the_largest_tensors_and_who_made_them():
     model = nn.Sequential()
     model.add_module("small", nn.Linear(N, N, bias=False))

@@ -816,6 +816,28 @@ def test_what_is_measured():
     assert track.peak == pytest.approx(fitted.predicted, rel=0.02)
 
 
+class StepsByItsBase(torch.optim.AdamW):
+    """Its step calls that of its base class, around which torch calls all step hooks, too, once
+    there has been an optimizer of that class."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_a_step_that_calls_that_of_its_base_class_is_one_step():
+    Loop()
+    loop = Loop(StepsByItsBase)
+    fitted = loop.fit("checkpoint by block")
+    loop.run(1)
+    assert fitted.measured is None
+    loop.run(5)
+    if NATIVE:
+        assert fitted.measured == pytest.approx(fitted.predicted, rel=0.02)
+    assert fitted.seconds is None
+    loop.run(1)
+    assert fitted.seconds is not None
+
+
 def test_a_prediction_before_the_first_steps_measures_nothing():
     loop = Loop()
     fitted = loop.fit("checkpoint by block")
