@@ -78,7 +78,7 @@ def fakes(mode: FakeTensorMode) -> Iterator[None]:
     try:
         with mode:
             yield
-    except (RuntimeError, UnsupportedFakeTensorException) as error:
+    except (RuntimeError, AssertionError, UnsupportedFakeTensorException) as error:
         if sentence := _sentence(error):
             kind = _class_in(error)
             of = f"tensors of the class {kind} cannot be predicted: " if kind else ""

@@ -169,6 +169,25 @@ def test_where_a_fake_kernel_differs_a_note_says_so():
         assert "If the step runs by itself" in raised.value.__notes__[0]
 
 
+def test_an_assertion_of_the_fakes_themselves_has_the_note():
+    """As torch's nested tensors fail one."""
+
+    def build():
+        model = nn.Linear(4, 4)
+
+        def step():
+            parts = [torch.ones(2, 4), torch.ones(3, 4)]
+            model(torch.nested.nested_tensor(parts, layout=torch.jagged)).values().sum().backward()
+
+        return model, None, step
+
+    build()[2]()
+    with pytest.raises(AssertionError) as raised:
+        ms.memory.predict(build)
+    if hasattr(raised.value, "add_note"):  # since Python 3.11
+        assert "If the step runs by itself" in raised.value.__notes__[0]
+
+
 class Codes(torch.Tensor):
     """A weight whose values numpy reads."""
 
