@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .function import _is_recomputing
 
@@ -40,7 +41,8 @@ _thread = _Thread()
 def copy_of(module: M) -> M:
     """``module`` with the same parameters, submodules and hooks, and copies of its buffers."""
     copy: M = object.__new__(type(module))
-    with torch.no_grad():
+    # Unseen by modes such as selective checkpointing's, which expect the operators of the forward.
+    with torch.no_grad(), _disable_current_modes():
         buffers = {k: None if b is None else b.clone() for k, b in module._buffers.items()}
     copy.__dict__.update(module.__dict__, _buffers=buffers)
     return copy

@@ -146,6 +146,24 @@ def test_selective_checkpointing():
     assert counted.count(torch.ops.aten.mm.default) == 4  # those of backward, none recomputed
 
 
+def test_selective_checkpointing_of_torchs_batch_norm():
+    """What is kept is found by counting operators, of which a recompute must not have others."""
+    norm, x, w = torch.nn.BatchNorm1d(4), leaf(5, 4, 3), leaf(3, 3)
+    ops = [torch.ops.aten.clone.default, torch.ops.aten.bmm.default]
+
+    def function(a):
+        return (norm(a @ w).clone().relu() @ w).exp()
+
+    expected = torch.autograd.grad(function(x).sum(), (x, w))
+    out = checkpoint(
+        function,
+        x,
+        context_fn=lambda: torch_checkpoint.create_selective_checkpoint_contexts(ops),
+    )
+    assert_equal(expected, torch.autograd.grad(out.sum(), (x, w)))
+    assert int(norm.num_batches_tracked) == 2
+
+
 def test_context_fn_runs_around_both():
     events = []
 
