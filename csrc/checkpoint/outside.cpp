@@ -169,9 +169,15 @@ void walk(const std::vector<PyObject*>& roots, TensorWalk& tensors) {
   for (PyObject* root : roots) tensors.visit(root);
 }
 
-// `before` is the version in the forward, or nothing where another tensor was there.
+// Of what lies in a storage of its own; 0 otherwise.
+size_t layout_in_storage(const at::Tensor& tensor) {
+  return is_wrapper(tensor) ? 0 : layout_of(tensor);
+}
+
+// `before` is the version in the forward, or nothing where another tensor was there, which
+// `is_view` says shared its memory.
 void add_change(PyObject* object, const std::string& name, std::optional<uint32_t> before,
-                bool by_forward, std::vector<ChangedTensor>& changed) {
+                bool by_forward, bool is_view, std::vector<ChangedTensor>& changed) {
   const at::Tensor& tensor = THPVariable_Unpack(object);
   const py::object change =
       registered("checkpoint_rules")
@@ -180,7 +186,7 @@ void add_change(PyObject* object, const std::string& name, std::optional<uint32_
   const auto range = is_wrapper(tensor) ? ByteRange{0, 0} : ByteRange::of(tensor);
   const bool has_same_values = before == version_of(tensor) && !by_forward;
   changed.push_back({tensor.unsafeGetTensorImpl(), weak_storage_of(tensor), range, py::str(change),
-                     has_same_values});
+                     has_same_values, is_view ? std::optional(layout_of(tensor)) : std::nullopt});
 }
 
 thread_local ReadObserver* observer = nullptr;  // the innermost of this thread
@@ -388,6 +394,7 @@ std::string TensorWalk::name() const {
 OutsideTensors::Noted OutsideTensors::Noted::of(const at::Tensor& tensor, size_t place) {
   return {tensor.unsafeGetTensorImpl(),
           weak_storage_of(tensor),
+          layout_in_storage(tensor),
           version_of(tensor),
           tensor.requires_grad(),
           place,
@@ -396,7 +403,8 @@ OutsideTensors::Noted OutsideTensors::Noted::of(const at::Tensor& tensor, size_t
 
 bool OutsideTensors::Noted::is(const at::Tensor& other) const {
   return tensor == other.unsafeGetTensorImpl() &&
-         (is_wrapper(other) || storage._unsafe_get_target() == storage_of(other));
+         (is_wrapper(other) ||
+          (storage._unsafe_get_target() == storage_of(other) && layout == layout_of(other)));
 }
 
 bool OutsideTensors::Noted::is_as_it_was(const at::Tensor& other) const {
@@ -495,8 +503,8 @@ OutsideTensors::Changes OutsideTensors::find_changed(const std::vector<PyObject*
   const auto compare = [&](PyObject* object, const TensorWalk& tensors) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
     const Noted* const there = before.at(tensors.place());
-    const auto add = [&](std::optional<uint32_t> version, bool by_forward) {
-      add_change(object, tensors.name(), version, by_forward, changed);
+    const auto add = [&](std::optional<uint32_t> version, bool by_forward, bool is_view = false) {
+      add_change(object, tensors.name(), version, by_forward, is_view, changed);
     };
     if (there != nullptr && there->changed_by_forward) {
       if (tensors.is_buffer()) add(there->version, true);
@@ -510,7 +518,9 @@ OutsideTensors::Changes OutsideTensors::find_changed(const std::vector<PyObject*
     }
     if (there == nullptr || is_wrapper(tensor)) return;
     const auto* storage = there->storage._unsafe_get_target();
-    if (storage != nullptr && storage != storage_of(tensor)) add(std::nullopt, false);
+    if (storage == nullptr) return;
+    const bool is_view = storage == storage_of(tensor);
+    if (!is_view || there->layout != layout_of(tensor)) add(std::nullopt, false, is_view);
   };
   TensorWalk tensors([&](PyObject* object) { compare(object, tensors); }, was_another, &generators);
   walk(roots, tensors);
@@ -573,9 +583,11 @@ void ReadObserver::look(const at::RecordFunction& operator_, size_t argument,
   const auto* storage = storage_of(tensor);
   const std::string* change = nullptr;
   for (const auto& changed : changed_) {
-    const bool same = storage == nullptr ? changed.tensor == tensor.unsafeGetTensorImpl()
-                                         : changed.storage._unsafe_get_target() == storage &&
-                                               changed.range.overlaps(ByteRange::of(tensor));
+    const bool same = storage == nullptr
+                          ? changed.tensor == tensor.unsafeGetTensorImpl()
+                          : changed.storage._unsafe_get_target() == storage &&
+                                (changed.layout ? *changed.layout == layout_of(tensor)
+                                                : changed.range.overlaps(ByteRange::of(tensor)));
     const bool matters = !changed.has_same_values || at::GradMode::is_enabled();
     if (same && matters) change = &changed.description;
   }

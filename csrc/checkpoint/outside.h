@@ -94,6 +94,9 @@ struct ChangedTensor {
   ByteRange range;
   std::string description;
   bool has_same_values;  // only whether it needs a gradient has changed
+  // Where it is another view of the memory that the forward had there, which may be read by right
+  // through others: then what lies there as it does is this one.
+  std::optional<size_t> layout;
 };
 
 class OutsideTensors {
@@ -118,6 +121,7 @@ class OutsideTensors {
   struct Noted {
     const c10::TensorImpl* tensor;  // only compared, may be dangling
     WeakStorage storage;
+    size_t layout;
     uint32_t version;
     bool requires_grad;
     size_t place;

@@ -1,5 +1,7 @@
 #include "checkpoint/tensors.h"
 
+#include <c10/util/hash.h>
+
 namespace memsave_ext::checkpoint {
 
 namespace py = pybind11;
@@ -40,6 +42,12 @@ ByteRange ByteRange::of(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t 
     last += (sizes[i] - 1) * strides[i];
   }
   return {begin, begin + (last + 1) * size};
+}
+
+size_t layout_of(const at::Tensor& tensor) {
+  if (tensor.is_nested()) return 0;  // which has no sizes in one piece
+  return c10::get_hash(tensor.scalar_type(), tensor.is_conj(), tensor.is_neg(),
+                       tensor.storage_offset(), tensor.sizes(), tensor.strides());
 }
 
 }  // namespace memsave_ext::checkpoint

@@ -42,4 +42,8 @@ struct ByteRange {
   bool overlaps(const ByteRange& other) const { return begin < other.end && other.begin < end; }
 };
 
+// A hash of how a tensor's elements lie in its storage: views of one storage that differ in it have
+// other values. Of a tensor with strides.
+size_t layout_of(const at::Tensor& tensor);
+
 }  // namespace memsave_ext::checkpoint

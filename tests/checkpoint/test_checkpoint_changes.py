@@ -380,7 +380,71 @@ def test_an_attribute_that_another_region_made():
         out.sum().backward()
 
 
+class Slices(nn.Module):
+    """Reads a slice that its caller puts here, of a table that it does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return (self.layer(x) * self.slice).sin()
+
+
+def explicit(model, x):
+    return ms.CheckpointFunction.apply(model, 1, x, *model.parameters())
+
+
+@pytest.mark.parametrize("run", [ms.checkpoint, explicit])
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda table: table[3:6],
+        lambda table: table[:1].expand(3, 4),
+        lambda table: table.flatten()[:12].view(4, 3).t()[:, :1],
+    ],
+)
+def test_another_view_of_the_same_memory(run, other):
+    table, model, x = torch.rand(6, 4), Slices(), leaf(3, 4)
+    model.slice = table[:3]
+    out = run(model, x)
+    expected = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    model.slice = table[:3]
+    assert_equal(expected, torch.autograd.grad(out.sum(), x, retain_graph=True))
+    model.slice = other(table)
+    with pytest.raises(ms.CheckpointError, match=r"slice \(shape.*replaced.*read by"):
+        out.sum().backward()
+
+
 # What must go on working.
+
+
+class Slimmable(nn.Module):
+    """Keeps the part of its weight that it used last."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6, 4))
+
+    def forward(self, x, width):
+        self.used = self.weight[:width]
+        return (x @ self.used.t()).sin()
+
+
+@pytest.mark.parametrize("run", [ms.checkpoint, None])
+def test_views_that_each_call_makes_of_what_it_has(run):
+    model, x = Slimmable(), leaf(3, 4)
+
+    def forward(width):
+        if run is not None:
+            return run(model, x, width)
+        called = functools.partial(model, width=width)
+        return ms.CheckpointFunction.apply(called, 1, x, model.weight)
+
+    out = forward(2).sum() + forward(4).exp().sum()
+    expected = model(x, 2).sum() + model(x, 4).exp().sum()
+    wanted = (x, model.weight)
+    assert_equal(torch.autograd.grad(expected, wanted), torch.autograd.grad(out, wanted))
 
 
 def test_keys_of_dicts_are_not_asked():

@@ -208,6 +208,15 @@ def storage_address(tensor: Tensor) -> int | None:
     return None if _is_wrapper(tensor) else tensor.untyped_storage()._cdata
 
 
+def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """How its elements lie in its storage: views of one storage that differ in it have other
+    values. Empty for those that have none, or no sizes in one piece."""
+    if tensor.is_nested or _is_wrapper(tensor):
+        return ()
+    bits = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return *bits, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
 def _storage_of(tensor: Tensor) -> StorageWeakRef | None:
     return None if _is_wrapper(tensor) else StorageWeakRef(tensor.untyped_storage())
 
@@ -221,17 +230,20 @@ def version_of(tensor: Tensor) -> int:
 class _Noted:
     tensor: int  # its id
     storage: StorageWeakRef | None  # a weak reference: the number is not given to another storage
+    layout: tuple[Any, ...]
     version: int
     requires_grad: bool  # on which it depends what autograd saves
     changed_by_forward: bool = False  # and not made by it, where there was none
 
     @staticmethod
     def of(tensor: Tensor) -> _Noted:
-        return _Noted(id(tensor), _storage_of(tensor), version_of(tensor), tensor.requires_grad)
+        storage, layout = _storage_of(tensor), _layout_of(tensor)
+        return _Noted(id(tensor), storage, layout, version_of(tensor), tensor.requires_grad)
 
     def is_(self, tensor: Tensor) -> bool:
-        before = None if self.storage is None else self.storage.cdata
-        return self.tensor == id(tensor) and before == storage_address(tensor)
+        before = None if self.storage is None else self.storage.cdata, self.layout
+        now = storage_address(tensor), _layout_of(tensor)
+        return self.tensor == id(tensor) and before == now
 
     def is_as_it_was(self, tensor: Tensor) -> bool:
         state = version_of(tensor), tensor.requires_grad
@@ -245,6 +257,9 @@ class ChangedTensor:
     range: ByteRange
     description: str
     has_same_values: bool  # only whether it needs a gradient has changed
+    # Where it is another view of the memory that the forward had there, which may be read by right
+    # through others: then what lies there as it does is this one.
+    layout: tuple[Any, ...] | None
 
 
 def cuda_devices(tensors: Iterable[Any]) -> set[int]:
@@ -309,6 +324,7 @@ class OutsideTensors:
             is_there = there is not None and there.is_(tensor)
             by_forward = there is not None and there.changed_by_forward
             before: int | None = None  # its version; None: there was another tensor
+            is_view = False  # whether that one shared its memory
             if by_forward:
                 if not is_buffer:
                     return
@@ -316,19 +332,20 @@ class OutsideTensors:
                 if same.changed_by_forward or same.is_as_it_was(tensor):
                     return
                 before = same.version
-            elif (
-                there is None
-                or there.storage is None
-                or there.storage.cdata == storage_address(tensor)
-                or _is_wrapper(tensor)
-            ):
+            elif there is None or there.storage is None or _is_wrapper(tensor):
                 return
+            else:
+                is_view = there.storage.cdata == storage_address(tensor)
+                if is_view and there.layout == _layout_of(tensor):
+                    return
             range_ = ByteRange(0, 0) if _is_wrapper(tensor) else ByteRange.of(tensor)
             what = rules.change(tensor, place[1], before, version_of(tensor), by_forward)
             if what is not None:
                 same_values = before == version_of(tensor) and not by_forward
+                layout = _layout_of(tensor) if is_view else None
+                storage = _storage_of(tensor)
                 changed.append(
-                    ChangedTensor(id(tensor), _storage_of(tensor), range_, what, same_values)
+                    ChangedTensor(id(tensor), storage, range_, what, same_values, layout)
                 )
 
         generators = walk(roots, compare, was_another)
@@ -378,7 +395,11 @@ class ReadObserver(TorchDispatchMode):
                 same = (
                     changed.storage is not None
                     and changed.storage.cdata == storage
-                    and changed.range.overlaps(ByteRange.of(tensor))
+                    and (
+                        changed.range.overlaps(ByteRange.of(tensor))
+                        if changed.layout is None
+                        else changed.layout == _layout_of(tensor)
+                    )
                 )
             if same and (not changed.has_same_values or torch.is_grad_enabled()):
                 change = changed.description
