@@ -36,7 +36,20 @@ def view_class(own: Any) -> type[Optimizer]:
 
     Slots of a class come before the attributes of an object.
     """
-    return type(own.__name__, (own,), {"__slots__": _OWN, "__module__": own.__module__})
+    # torch calls hooks around the step() of each class, also where that of another calls it.
+    inner = (base for base in own.__mro__[1:] if base is not Optimizer and "step" in vars(base))
+    bases = (own, *map(_without_hooks, inner))
+    return type(own.__name__, bases, {"__slots__": _OWN, "__module__": own.__module__})
+
+
+@functools.cache
+def _without_hooks(base: Any) -> type[Any]:
+    """Returns a class that in a view's order of bases comes before ``base``, with its step()."""
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return step_of(base)(self, *args, **kwargs)
+
+    return type(base.__name__, (base,), {"__slots__": (), "step": step})
 
 
 def step_of(own: Any) -> Any:

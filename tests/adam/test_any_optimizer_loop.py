@@ -86,9 +86,18 @@ def test_closures():
         ours[1].step(3)
 
 
-def test_step_hooks_run_once_for_a_step():
+class StepsByItsBase(torch.optim.SGD):
+    """torch calls step hooks around the step of its base, too."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("make", [SGD, StepsByItsBase])
+def test_step_hooks_run_once_for_a_step(make):
     net, seen = model(), []
-    optimizer = SGD(list(net.parameters()))
+    optimizer = make(list(net.parameters()))
+    SGD(list(net.parameters()))  # from now on torch does so
     optimizer.register_step_pre_hook(lambda o, a, k: seen.append(("before", o)))
     ms.in_backward(optimizer)
     optimizer.register_step_post_hook(lambda o, a, k: seen.append(("after", o)))
