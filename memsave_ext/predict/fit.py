@@ -30,6 +30,7 @@ from .applied import Applied, apply, check, check_options, undone_by_errors
 from .batch import Forward, Loss, checked_others, from_batch, tensors_of
 from .fits import evaluation_peak, search
 from .found import Fit, Fits
+from .holdings import held_by
 from .predict import check_timeout
 from .ranks import ranks_there
 from .techniques import ALL, Techniques, named, technique_of
@@ -254,7 +255,7 @@ def _bytes_beside(
     if device.type != "cuda":
         return 0
     allocated = torch.cuda.memory_allocated(device)
-    return max(allocated - bytes_held([*_held(model, optimizer), *tree_leaves(batch)]), 0)
+    return max(allocated - bytes_held([*held_by(model, optimizer), *tree_leaves(batch)]), 0)
 
 
 def _bytes_of_batches(device: torch.device, batch: Any, micro_batches: int) -> int:
@@ -400,11 +401,4 @@ def _bytes_of(
     if device.type == "cuda":
         memory = device_memory(device)
         return size + memory.limit - memory.free
-    return size + bytes_held([*_held(model, optimizer), *others])
-
-
-def _held(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    states = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
-    tensors = [t for t in states if isinstance(t, Tensor)]
-    return [*model.parameters(), *model.buffers(), *grads, *tensors]
+    return size + bytes_held([*held_by(model, optimizer), *others])

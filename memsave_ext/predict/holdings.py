@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..shared.dtensor import local_tensor
 from ..shared.tensors import dense_parts, plain_tensors, storage_of
@@ -232,6 +233,14 @@ class Tally:
             first = entries[storage.first]
             entries[storage.first] = first._replace(amount=first.amount + Amount(0, storage.left))
         return entries
+
+
+def held_by(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
+    """Returns parameters, buffers, gradients and states of the optimizer, as they are now."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    states = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
+    tensors = [t for t in states if isinstance(t, Tensor)]
+    return [*model.parameters(), *model.buffers(), *grads, *tensors]
 
 
 def holding_of(entries: Iterable[Entry]) -> Holding:

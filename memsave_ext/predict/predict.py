@@ -27,6 +27,7 @@ from ..shared.progress import Progress
 from ..shared.table import format_bytes
 from .batch import FromBatch, from_batch
 from .distributed import built_alone, refuse_distributed
+from .holdings import held_by
 from .ranks import Ranks, Shard, is_wrapped, ranks_of, ranks_there
 from .tracker import FakeTracker
 
@@ -311,7 +312,7 @@ def _record_step(
             allow(_SECONDS_PER_PARAMETER * sum(1 for _ in model.parameters()))
         follow_libraries(tracker.storages)  # build() imports transformers where it needs them
         note("first step")
-        tracker.reserve(_held(model, made))
+        tracker.reserve(held_by(model, made))
         for _ in range(_first_steps(made)):
             step()
         if ranks is not None:
@@ -320,9 +321,8 @@ def _record_step(
             # Where the first step makes states in its backward, it is not known to the byte which
             # of its moments they were there in. Later steps follow plans of one that had them.
             step()
-            tracker.reserve(
-                _held(model, made)
-            )  # where remat runs ahead, no step was without a plan
+            # Where remat runs ahead, no step was without a plan.
+            tracker.reserve(held_by(model, made))
         note("the step")
         modules, names = Modules(model), Names()
         others = [*others, *_of_other_models(tracker.storages.reached.values())]
@@ -356,11 +356,6 @@ def _adopt_all(adopt: Callable[[Any], None], model: nn.Module, optimizer: Optimi
                 "Make the model in the thread that calls build(), and its hooks and its optimizer "
                 "once its weights are there"
             )
-
-
-def _held(model: nn.Module, optimizer: Optimizer | None) -> list[Any]:
-    states = [] if optimizer is None else list(optimizer.state.values())
-    return [*model.parameters(), *model.buffers(), *states]
 
 
 def _of_other_models(reached: Iterable[Tensor]) -> list[Tensor]:

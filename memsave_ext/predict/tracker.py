@@ -70,7 +70,7 @@ class FakeTracker(Tracker):
             listeners.append(self.storages.leave)
         self._allocators: tuple[CachingAllocator, ...] = ()
 
-    def reserve(self, held: Iterable[Any]) -> None:
+    def reserve(self, held: list[Tensor]) -> None:
         """Follows what CUDA's caching allocator reserves, from now on. What lives lies in the order
         in which it was made: what building has freed may have been on another device.
 
@@ -78,7 +78,7 @@ class FakeTracker(Tracker):
             held: what model and optimizer have, which counts also where it was made before.
         """
         if self._counts_all:
-            memories = map(self.storages.memory, in_memory(plain_tensors(list(held))))
+            memories = map(self.storages.memory, in_memory(plain_tensors(held)))
             numbers = {memory[0] for memory in memories if memory is not None}
             self._allocators = CachingAllocator(False), CachingAllocator(True)
             for allocator in self._allocators:
