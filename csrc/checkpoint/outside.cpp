@@ -527,6 +527,14 @@ OutsideTensors::Changes OutsideTensors::find_changed(const std::vector<PyObject*
   return {std::move(changed), std::move(generators)};
 }
 
+bool OutsideTensors::has(const at::Tensor& tensor) const {
+  if (is_wrapper(tensor)) return false;
+  const auto* storage = storage_of(tensor);
+  return std::any_of(noted_.begin(), noted_.end(), [storage](const Noted& noted) {
+    return !noted.changed_by_forward && noted.storage._unsafe_get_target() == storage;
+  });
+}
+
 py::list as_list(const std::vector<Read>& reads) {
   py::list list;
   for (const auto& [name, change, position, metadata] : reads) {

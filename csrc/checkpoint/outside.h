@@ -114,6 +114,8 @@ class OutsideTensors {
   };
   // Before a recompute.
   Changes find_changed(const std::vector<PyObject*>& roots) const;
+  // Whether it was there before the forward, which has left it as it was.
+  bool has(const at::Tensor& tensor) const;
   // Those that the noted tensors are on.
   const CudaDevices& devices() const { return devices_; }
 

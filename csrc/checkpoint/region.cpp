@@ -276,10 +276,12 @@ class Recompute {
     size_t position;
     Metadata saved, recomputed;
   };
-  struct Mutation {  // of a tensor from outside that both runs save
+  // Of a tensor from outside: versions where both runs save it; none where it has taken the place
+  // of the forward's.
+  struct Change {
     size_t position;
     Metadata metadata;
-    uint32_t in_forward, in_recompute;
+    std::optional<std::pair<uint32_t, uint32_t>> versions;
   };
 
   Region& region_;
@@ -290,7 +292,7 @@ class Recompute {
   bool may_stop_;
   bool stopped_ = false;
   std::vector<Difference> different_;
-  std::vector<Mutation> mutated_;
+  std::vector<Change> changed_;
 };
 
 // Hands what the recompute's graph saves to `run`, which outlives the hooks' scope.
@@ -341,8 +343,12 @@ bool Recompute::save(const at::Tensor& tensor) {
       different_.push_back({index, slot.metadata, Metadata::of(tensor)});
     }
     const auto version = static_cast<uint32_t>(tensor._version());
-    if (slot.is_storage_of(tensor) && version != slot.version) {
-      mutated_.push_back({index, slot.metadata, slot.version, version});
+    if (slot.is_storage_of(tensor)) {
+      if (version != slot.version) {
+        changed_.push_back({index, slot.metadata, std::pair(slot.version, version)});
+      }
+    } else if (slot.storage.use_count() > 0 && region_.outside_.has(tensor)) {
+      changed_.push_back({index, slot.metadata, std::nullopt});
     }
   }
   if (slot.holders > 0) {
@@ -355,19 +361,19 @@ bool Recompute::save(const at::Tensor& tensor) {
 
 void Recompute::check(const std::vector<Read>& reads) const {
   const size_t saved = region_.slots_.size();
-  if (mutated_.empty() && reads.empty() && different_.empty() && (stopped_ || count_ == saved)) {
+  if (changed_.empty() && reads.empty() && different_.empty() && (stopped_ || count_ == saved)) {
     return;
   }
-  py::list mutations, differences;
-  for (const auto& [position, metadata, in_forward, in_recompute] : mutated_) {
-    mutations.append(py::make_tuple(position, metadata.as_tuple(), in_forward, in_recompute));
+  py::list changes, differences;
+  for (const auto& [position, metadata, versions] : changed_) {
+    changes.append(py::make_tuple(position, metadata.as_tuple(), versions));
   }
   for (const auto& [position, in_forward, in_recompute] : different_) {
     differences.append(py::make_tuple(position, in_forward.as_tuple(), in_recompute.as_tuple()));
   }
   const py::object error =
       registered("checkpoint_rules")
-          .attr("difference")(mutations, as_list(reads), differences, saved, count_, stopped_,
+          .attr("difference")(changes, as_list(reads), differences, saved, count_, stopped_,
                               forward_finished_, region_.options_.early_stop, region_.on_error_);
   if (!error.is_none()) throw_exception(error);
 }

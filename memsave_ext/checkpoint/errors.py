@@ -28,6 +28,7 @@ Read = tuple[str, str, int | None, Sequence[int], torch.dtype]
 Unlisted = tuple[Sequence[int], torch.dtype, str]
 
 _APPLY = "CheckpointFunction.apply"
+_REPLACED = "replaced: the forward had another tensor there"
 _THE_SAME = "The function must do the same each time it is called."
 _TIP = (
     "Tip: pass `debug=True` to memsave_ext.checkpoint(...), or use "
@@ -172,9 +173,8 @@ def needs_itself() -> RuntimeError:
 
 def describe_change(tensor: Tensor, name: str, before: int | None, now: int) -> str:
     """How a tensor changed. ``before`` is its version in the forward, None for another tensor."""
-    replaced = "replaced: the forward had another tensor there"
     flag = f"its requires_grad was changed, and is {tensor.requires_grad} in the recompute"
-    what = replaced if before is None else flag if before == now else _modified(before, now)
+    what = _REPLACED if before is None else flag if before == now else _modified(before, now)
     return f"{name} ({_describe(tensor.shape, tensor.dtype)}): {what}"
 
 
@@ -214,14 +214,16 @@ def value_changed(index: int, saved: int, now: int, on_error: OnError) -> Checkp
 
 
 def outside_changed(
-    saved: Iterable[tuple[int, Metadata, int, int]],
+    saved: Iterable[tuple[int, Metadata, tuple[int, int] | None]],
     reads: Iterable[Read],
     on_error: OnError,
 ) -> CheckpointError:
-    """``saved``: position, metadata and both versions of tensors that both runs save."""
+    """``saved``: position, metadata and both versions of tensors that both runs save; without
+    versions, of those that are in another's place."""
     lines = "".join(
-        f"tensor at position {i}: {_as_torch_prints(*metadata)}, {_modified(before, now)}\n"
-        for i, metadata, before, now in saved
+        f"tensor at position {i}: {_as_torch_prints(*metadata)}, "
+        f"{_modified(*versions) if versions else _REPLACED}\n"
+        for i, metadata, versions in saved
     )
     message = _outside_changed(lines + _describe_reads(reads))
     return _error(f'{message} determinism_check="none" turns this check off.', on_error)

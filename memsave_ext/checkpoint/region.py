@@ -98,7 +98,8 @@ def checkpoint(
             parameters, buffers and attributes, functools.partial and other functions of its file;
             of modules also where their forward has them; containers of more than 1000 elements,
             other objects and what compiled code reads are not looked at), by another object in such
-            a place, also where the forward made the first one, or by a step of this package's
+            a place, also where the forward made the first one (by one that the forward had in
+            another place: of tensors that its graph saves), or by a step of this package's
             optimizers. What the function changes by itself is left out, but for buffers: those that
             it changes and then reads, as torch's spectral_norm does in training, raise; norms in
             training do not read theirs. "none" checks nothing.

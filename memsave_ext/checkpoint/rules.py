@@ -61,7 +61,7 @@ def change(
 
 
 def difference(
-    mutated: Sequence[tuple[int, Metadata, int, int]],
+    changed: Sequence[tuple[int, Metadata, tuple[int, int] | None]],
     reads: Sequence[Read],
     different: Sequence[tuple[int, Metadata, Metadata]],
     forward: int,
@@ -73,11 +73,11 @@ def difference(
 ) -> CheckpointError | None:
     """The error of a recompute that differs from its forward.
 
-    ``mutated`` and ``different`` are saved tensors, ``reads`` are reads of tensors from outside, as
+    ``changed`` and ``different`` are saved tensors, ``reads`` are reads of tensors from outside, as
     errors.py takes them. ``forward`` and ``recompute`` count what both saved.
     """
-    if mutated or reads:
-        return errors.outside_changed(mutated, reads, on_error)
+    if changed or reads:
+        return errors.outside_changed(changed, reads, on_error)
     if different:
         return errors.other_metadata(different, on_error)
     if not forward_finished:

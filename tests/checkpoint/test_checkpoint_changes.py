@@ -416,7 +416,65 @@ def test_another_view_of_the_same_memory(run, other):
         out.sum().backward()
 
 
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.used = self.first
+
+    def forward(self, x):
+        return self.second(self.used(x).sin()).sin()
+
+
+def exchange(model):
+    model.first, model.second = model.second, model.first
+
+
+def put_twice(model):
+    model.second = model.first
+
+
+def use_the_other(model):
+    model.used = model.second
+
+
+@pytest.mark.parametrize("change", [exchange, put_twice, use_the_other])
+def test_known_tensors_in_places_of_others(change):
+    """The graph has saved another tensor: all of them were there in the forward, too."""
+    model, x = Pair(), leaf(3, 4)
+    out = ms.checkpoint(model, x)
+    kept = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    change(model)
+    with pytest.raises(ms.CheckpointError, match=r"position \d: .*replaced: the forward had"):
+        out.sum().backward()
+    out = ms.checkpoint(model, x, determinism_check="none")
+    out.sum().backward()
+    assert not torch.equal(kept[0], x.grad)
+
+
 # What must go on working.
+
+
+class Experts(nn.Module):
+    """Keeps what it has made, and the expert that it used last, which leads to other places."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.hidden = []
+
+    def forward(self, x, number):
+        self.used = self.experts[number]
+        self.hidden.append(self.used(x).sin())
+        return self.hidden[-1].cos()
+
+
+def test_what_each_call_chooses_and_keeps():
+    model, x = Experts(), leaf(3, 4)
+    out = ms.checkpoint(model, x, 0).sum() + ms.checkpoint(model, x, 2).exp().sum()
+    expected = model(x, 0).sum() + model(x, 2).exp().sum()
+    wanted = (x, model.experts[0].weight, model.experts[2].weight)
+    assert_equal(torch.autograd.grad(expected, wanted), torch.autograd.grad(out, wanted))
 
 
 class Slimmable(nn.Module):

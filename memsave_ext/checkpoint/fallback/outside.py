@@ -309,6 +309,15 @@ class OutsideTensors:
             return there
         return next((noted for noted in self._noted.values() if noted.is_(tensor)), None)
 
+    def has(self, tensor: Tensor) -> bool:
+        """Whether it was there before the forward, which has left it as it was."""
+        address = storage_address(tensor)
+        return address is not None and any(
+            noted.storage is not None and noted.storage.cdata == address
+            for noted in self._noted.values()
+            if not noted.changed_by_forward
+        )
+
     def find_changed(
         self, roots: Iterable[Any]
     ) -> tuple[list[ChangedTensor], list[torch.Generator]]:

@@ -137,10 +137,11 @@ class Recompute:
         *,
         forward_finished: bool,
         may_stop: bool,
-        check: bool,
+        outside: OutsideTensors | None,
     ) -> None:
+        """``outside``: what the forward noted; None: nothing is checked."""
         self.stopped = False
-        self._slots, self._key, self._check = slots, key, check
+        self._slots, self._key, self._outside = slots, key, outside
         self._count, self._saved = 0, len(slots)
         self._forward_finished = forward_finished
         self._may_stop = may_stop
@@ -150,7 +151,7 @@ class Recompute:
         live = [i for i, slot in enumerate(slots) if slot.holder() is not None]
         self._needed = live[-1] + 1 if live else 0
         self._different: list[tuple[int, Metadata, Metadata]] = []
-        self._mutated: list[tuple[int, Metadata, int, int]] = []
+        self._changed: list[tuple[int, Metadata, tuple[int, int] | None]] = []
 
     def save(self, tensor: Tensor) -> Tensor:
         # Never with a graph: the value would keep the recompute's graph alive.
@@ -163,8 +164,8 @@ class Recompute:
             self._stop_if(not self._forward_finished)
             return tensor
         slot = self._slots[index]
-        if self._check:
-            self._compare(index, slot, tensor)
+        if self._outside is not None:
+            self._compare(index, slot, tensor, self._outside)
         holder = slot.holder()
         if holder is not None:
             holder.values[self._key] = tensor, version_of(tensor)
@@ -176,20 +177,24 @@ class Recompute:
             self.stopped = True
             raise Stop
 
-    def _compare(self, index: int, slot: Slot, tensor: Tensor) -> None:
+    def _compare(self, index: int, slot: Slot, tensor: Tensor, outside: OutsideTensors) -> None:
         metadata = metadata_of(tensor)
         if metadata != slot.metadata:
             self._different.append((index, slot.metadata, metadata))
-        from_outside = slot.storage is not None and slot.storage == storage_of(tensor)
-        if from_outside and tensor._version != slot.version:
-            self._mutated.append((index, slot.metadata, slot.version, tensor._version))
+        if slot.storage is None:
+            return
+        if slot.storage == storage_of(tensor):
+            if tensor._version != slot.version:
+                self._changed.append((index, slot.metadata, (slot.version, tensor._version)))
+        elif not slot.storage.expired() and outside.has(tensor):
+            self._changed.append((index, slot.metadata, None))
 
     def difference(
         self, reads: list[Read], early_stop: bool, on_error: OnError
     ) -> CheckpointError | None:
         """The error for what this run did differently. ``reads``: of tensors that have changed."""
         return rules.difference(
-            self._mutated,
+            self._changed,
             reads,
             self._different,
             self._saved,
@@ -354,7 +359,7 @@ class _Region:
             key,
             forward_finished=self._finished,
             may_stop=self._stop_at_last_save,
-            check=self._check,
+            outside=self._outside if self._check else None,
         )
         changed, generators = self._find_changed()
         rng = self._surroundings.rng
