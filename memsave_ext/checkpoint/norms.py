@@ -24,7 +24,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import _CachedTorchDispatchMode
 
 from .function import _is_recomputing
 
@@ -41,8 +42,9 @@ _thread = _Thread()
 def copy_of(module: M) -> M:
     """``module`` with the same parameters, submodules and hooks, and copies of its buffers."""
     copy: M = object.__new__(type(module))
-    # Unseen by modes such as selective checkpointing's, which expect the operators of the forward.
-    with torch.no_grad(), _disable_current_modes():
+    # Selective checkpointing's mode expects the operators of the forward. Others may count memory.
+    is_selective = isinstance(_get_current_dispatch_mode(), _CachedTorchDispatchMode)
+    with torch.no_grad(), _pop_mode_temporarily() if is_selective else contextlib.nullcontext():
         buffers = {k: None if b is None else b.clone() for k, b in module._buffers.items()}
     copy.__dict__.update(module.__dict__, _buffers=buffers)
     return copy

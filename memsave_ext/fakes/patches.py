@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -19,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.amp import autocast_mode
 from torch.nn import functional
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .cuda import FUSED, on_cpu
-from .mode import predicts
+from .mode import NotPredicted, predicts
 from .values import MOST_KNOWN
 
 
@@ -84,6 +85,8 @@ def on_fakes(resized: Callable[[torch.UntypedStorage], None]) -> list[Patch]:
         Patch(functional, "linear", _linear),
         # safetensors lays tensors on a storage of a file's memory, of which fakes know no shape.
         Patch(torch, "asarray", _asarray),
+        # Modes are those of one thread: nothing would count what another one makes.
+        Patch(threading.Thread, "run", _run_of_thread),
         # FSDP2 makes and frees a gathered parameter's memory so, which no operator shows.
         Patch(torch.UntypedStorage, "resize_", _resize(resized)),
     ]
@@ -272,6 +275,27 @@ def _format(before: Any) -> Any:
         return before(self, format_spec)
 
     return formatted
+
+
+class _OtherThread(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # A question for a tensor's device may come from where C++ takes no error.
+        if func.namespace != "prim" and any(issubclass(kind, FakeTensor) for kind in types):
+            raise NotPredicted(
+                f"predict: {func} runs in a thread that Python code of the step has started, which "
+                "is not followed. Pass a step that computes in the thread that calls it"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _run_of_thread(before: Any) -> Any:
+    def run(self: threading.Thread) -> None:
+        with _OtherThread():
+            before(self)
+
+    return run
 
 
 def _asarray(before: Any) -> Any:

@@ -55,6 +55,20 @@ MISTAKES = [
         ("checkpoint/test_checkpoint_errors.py::test_different_metadata",),
     ),
     Mistake(
+        "a saved tensor that stands where the forward saved another one is not noticed",
+        "csrc/checkpoint/region.cpp",
+        "} else if (slot.storage.use_count() > 0 && region_.outside_.has(tensor)) {",
+        "} else if (!MISTAKE && slot.storage.use_count() > 0 && region_.outside_.has(tensor)) {",
+        ("checkpoint/test_checkpoint_changes.py::test_known_tensors_in_places_of_others",),
+    ),
+    Mistake(
+        "another view of the same memory in a tensor's place is not noticed",
+        "csrc/checkpoint/outside.cpp",
+        "if (!is_view || there->layout != layout_of(tensor)) add",
+        "if (!is_view || (!MISTAKE && there->layout != layout_of(tensor))) add",
+        ("checkpoint/test_checkpoint_changes.py::test_another_view_of_the_same_memory",),
+    ),
+    Mistake(
         "a saved tensor from outside that has changed since is not noticed",
         "csrc/checkpoint/region.cpp",
         "if (version != slot.version) {",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import assert_same, builder, mlp, tracked, without_optimizer
+from steps import assert_near, assert_same, builder, mlp, tracked, without_optimizer
 from torch import nn
 
 import memsave_ext as ms
@@ -127,6 +127,15 @@ def test_a_model_with_batch_norm_and_embedding():
         return model, optimizer, step
 
     assert_same(build)
+
+
+def test_buffers_that_a_recompute_copies():
+    def make():
+        model = nn.Sequential(*(nn.BatchNorm1d(10_000) for _ in range(3)))
+        x = torch.randn(4, 10_000, requires_grad=True)
+        return model, lambda: ms.checkpoint(model, x).sum()
+
+    assert_near(without_optimizer(make), 1e-4)
 
 
 def test_models_are_built_with_known_values():

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -94,6 +95,33 @@ def test_threads():
     threads[3].join()
     assert len(peaks) > 6 and set(peaks) == {expected}
     assert state()[:-1] == before[:-1]  # a real step may draw random numbers
+
+
+@pytest.mark.parametrize("part", ["forward", "backward", "none"])
+def test_a_step_that_computes_in_a_thread_of_its_own(part):
+    """What nobody would count is refused; other threads run."""
+
+    def in_thread(function):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(function).result()
+
+    def build():
+        model, x = nn.Linear(64, 64), torch.ones(8, 64)
+
+        def step():
+            assert in_thread(lambda: len("here")) == 4
+            loss = (in_thread if part == "forward" else lambda f: f())(lambda: model(x).sum())
+            (in_thread if part == "backward" else lambda f: f())(loss.backward)
+            model.zero_grad()
+
+        return model, None, step
+
+    build()[2]()
+    if part == "none":
+        assert ms.memory.predict(build).peak > 0
+        return
+    with pytest.raises(RuntimeError, match="runs in a thread that Python code of the step has"):
+        ms.memory.predict(build)
 
 
 def test_a_step_that_predicts():
