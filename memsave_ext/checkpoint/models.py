@@ -191,7 +191,7 @@ def checkpoint_sequential(
 
     Raises:
         ValueError: ``segments`` is less than 1 or larger than the number of functions.
-        TypeError: ``segments`` is not an int.
+        TypeError: a function cannot be called; ``segments`` is not an int.
     """
     return run_in_segments(functions, segments, inputs, kwargs, spreads=True)
 
@@ -206,7 +206,14 @@ def run_in_segments(
 ) -> Any:
     """Does what :func:`checkpoint_sequential` does; ``spreads``: a tuple is several arguments of
     the next function, and else one."""
-    steps = list(functions)  # not children(), which has a module once that occurs twice
+    # Not children(), which has a module once that occurs twice.
+    steps = list(functions) if isinstance(functions, Iterable) else [functions]
+    for step in steps:
+        if not callable(step):
+            raise TypeError(
+                "checkpoint_sequential: functions must be an nn.Sequential or callables, got "
+                f"{type(step).__name__}"
+            )
     if not isinstance(segments, int) or isinstance(segments, bool):
         raise TypeError(
             f"checkpoint_sequential: segments must be an int, got {type(segments).__name__}"

@@ -245,6 +245,12 @@ def test_sequential_bad_segments(segments, error):
         ms.checkpoint_sequential([torch.sin, torch.cos], segments, torch.ones(1))
 
 
+def test_sequential_of_what_cannot_be_called():
+    for wrong in (3, [torch.sin, "cos"]):
+        with pytest.raises(TypeError, match="functions must be an nn.Sequential or callables, got"):
+            ms.checkpoint_sequential(wrong, 1, torch.ones(1))
+
+
 # ---- models that call torch's checkpoint ------------------------------------------------------
 
 
