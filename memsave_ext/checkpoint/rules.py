@@ -76,6 +76,9 @@ def difference(
     ``changed`` and ``different`` are saved tensors, ``reads`` are reads of tensors from outside, as
     errors.py takes them. ``forward`` and ``recompute`` count what both saved.
     """
+    if different or (recompute != forward and not stopped):
+        # It did something else: that another tensor was saved says nothing of what lies where.
+        changed = [one for one in changed if one[2] is not None]
     if changed or reads:
         return errors.outside_changed(changed, reads, on_error)
     if different:

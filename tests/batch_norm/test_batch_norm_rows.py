@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 import memsave_ext as ms
 
+HERE = Path(__file__).resolve().parent
 CAPABILITIES = ["DEFAULT", "AVX2", "AVX512"]
 PRECISION = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # With values of 16 bits; (N, C) and (N, C, L) as in check().
@@ -73,7 +75,7 @@ def test_rows_of_every_length(capability):
     if capability == most:
         return check_all()
     code = (
-        f"import sys, torch; sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+        f"import sys, torch; sys.path[:0] = {[str(HERE), str(HERE.parent)]}\n"
         f"assert torch.backends.cpu.get_cpu_capability() == {capability!r}\n"
         "import test_batch_norm_rows; test_batch_norm_rows.check_all()"
     )

@@ -452,6 +452,21 @@ def test_known_tensors_in_places_of_others(change):
     assert not torch.equal(kept[0], x.grad)
 
 
+@pytest.mark.parametrize("more", [False, True])
+def test_a_recompute_that_does_something_else_with_known_tensors(more):
+    """The error is of what it did, not of the places of tensors."""
+    first, second = (nn.Parameter(torch.rand(4, 4)) for _ in range(2))
+
+    def function(x):
+        if not ms.is_recomputing():
+            return (x @ first).sin()
+        return (x @ second).sin() @ first if more else (x @ second)[:2].sin()
+
+    out = ms.checkpoint(function, leaf(3, 4), early_stop=False)
+    with pytest.raises(ms.CheckpointError, match="more tensors|different metadata"):
+        out.sum().backward()
+
+
 # What must go on working.
 
 
