@@ -4,7 +4,9 @@ step's, as memory.fits() shows it.
 Each model of predict.py takes its techniques in turns, in one process and one thread. Of each the
 shortest step counts, in the processor's time: what else runs on a machine can only make it longer.
 There are sixteen images to a step: of fewer, on one thread alone, torch does not give convolutions
-with one element to oneDNN, and those of the smallest images take ten times as long.
+with one element to oneDNN, and those of the smallest images take ten times as long. Malloc keeps
+what is freed: which steps would have to take pages anew from the system, a quarter of their time,
+depends on what else the process has.
 
     python benchmarks/predict_time.py --every 1 --save benchmarks/results    # all: fifteen minutes
 """
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 
 import memsave_ext as ms
+from batch_norm import set_memory
 from memsave_ext.predict.techniques import Techniques
 from memsave_ext.shared.table import print_table
 from predict import cases
@@ -94,6 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
+    set_memory("reused")
     warnings.filterwarnings("ignore", "remat: the budget of")
     settings = settings_of(options, "only", "every", "rounds", "budget", "threads")
     record: dict[str, Any] = {"machine": machine(), "settings": settings}
