@@ -5,8 +5,8 @@ Each model of predict.py takes its techniques in turns, in one process and one t
 shortest step counts, in the processor's time: what else runs on a machine can only make it longer.
 There are sixteen images to a step: of fewer, on one thread alone, torch does not give convolutions
 with one element to oneDNN, and those of the smallest images take ten times as long. Malloc keeps
-what is freed: which steps would have to take pages anew from the system, a quarter of their time,
-depends on what else the process has.
+what is freed: which steps would have to take pages anew from the system depends on what else the
+process has.
 
     python benchmarks/predict_time.py --every 1 --save benchmarks/results    # all: fifteen minutes
 """
