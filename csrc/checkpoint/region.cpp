@@ -181,6 +181,11 @@ std::vector<Region::Values>::iterator Region::find(const BackwardKey& key) {
                       [&](const Values& values) { return values.key == key; });
 }
 
+void Region::complete(const BackwardKey& key) {
+  const std::lock_guard<Lock> lock(state_mutex_);
+  if (const auto values = find(key); values != values_.end()) values->is_complete = true;
+}
+
 void Region::forget(const BackwardKey& key) {
   std::vector<at::Tensor> freed;
   const std::lock_guard<Lock> lock(state_mutex_);
@@ -197,7 +202,8 @@ at::Tensor Region::take(const BackwardKey& key, size_t index) {
   {
     const std::lock_guard<Lock> lock(state_mutex_);
     const auto values = find(key);
-    if (values == values_.end() || index >= values->tensors.size()) return tensor;
+    if (values == values_.end() || !values->is_complete) return tensor;
+    if (index >= values->tensors.size()) return tensor;
     tensor = std::move(values->tensors[index]);
     if (!tensor.defined()) return tensor;
     version = values->versions[index];
@@ -236,6 +242,7 @@ at::Tensor Region::open(size_t index) {
     throw;
   }
   recomputing_thread_ = std::thread::id();
+  complete(key);
   return take(key, index);
 }
 

@@ -100,6 +100,8 @@ class Region : public std::enable_shared_from_this<Region> {
     BackwardKey key;
     std::vector<at::Tensor> tensors;
     std::vector<uint32_t> versions;  // when they were saved
+    // Once the recompute has ended and was checked. Until then another thread waits.
+    bool is_complete = false;
   };
 
   pybind11::tuple unpack_arguments() const;
@@ -108,6 +110,7 @@ class Region : public std::enable_shared_from_this<Region> {
   void let_go(size_t index);
   at::Tensor take(const BackwardKey& key, size_t index);
   void recompute(const BackwardKey& key);
+  void complete(const BackwardKey& key);
   void forget(const BackwardKey& key);
   std::vector<Values>::iterator find(const BackwardKey& key);  // with state_mutex_ held
 

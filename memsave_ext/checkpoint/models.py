@@ -30,7 +30,10 @@ class ForwardInPlace:
         method: the name of the method that it stands in for.
         own: a bound method of that name that was set on the module before, as accelerate's
             ``prepare()`` does; None where it is the class's.
+        removed: whether it calls what it stood in for, and does nothing else.
     """
+
+    removed = False
 
     def __init__(self, module: nn.Module, options: dict[str, Any], method: str = "forward") -> None:
         self.module = module
@@ -87,6 +90,12 @@ class ForwardInPlace:
                 module.__dict__[method] = found.own
             for left in _in_place_of(module):
                 module.__dict__[_REPLICATE] = left.replicate
+
+    def retire(self) -> None:
+        """Removes it; where another library has wrapped it since, it does nothing from now on."""
+        self.removed = True
+        if self.module.__dict__.get(self.method) is self:
+            self.remove(self.module, self.method)
 
     def replicate(self) -> nn.Module:
         """A replica has a copy of ``__dict__``, and would run the forward of this module."""
@@ -236,9 +245,11 @@ def run_in_segments(
         return value if spreads and isinstance(value, tuple) else (value,)
 
     def made_of(start: int, end: int) -> Callable[..., Any]:
+        own = steps[start:end]  # a region looks at all that its function refers to
+
         def segment(*values: Any) -> Any:
             result: Any = values if len(values) != 1 else values[0]
-            for step in steps[start:end]:
+            for step in own:
                 result = step(*arguments(result))
             return result
 
@@ -253,6 +264,8 @@ def run_in_segments(
 
 class _CheckpointedForward(ForwardInPlace):
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.removed:
+            return self.function(module)(module, *args, **kwargs)
         if torch.is_grad_enabled():
             args, kwargs = without_caches(module, args, kwargs)
         # Not bound to the module: torch.compile of torch 2.11 cannot trace that.
@@ -262,14 +275,18 @@ class _CheckpointedForward(ForwardInPlace):
 class CheckpointHandle:
     """What :func:`checkpoint_modules` returns; ``modules`` are those it changed."""
 
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self.modules = modules
+    def __init__(self, forwards: list[_CheckpointedForward]) -> None:
+        self._forwards = forwards
+        self.modules = [forward.module for forward in forwards]
 
     def remove(self) -> None:
-        """Give the modules their own forward back. A second call does nothing."""
-        for module in self.modules:
-            _CheckpointedForward.remove(module)
-        self.modules = []
+        """Give the modules their own forward back. A second call does nothing.
+
+        Where another library has wrapped a forward since, it calls the module's own from now on.
+        """
+        for forward in self._forwards:
+            forward.retire()
+        self._forwards, self.modules = [], []
 
 
 def checkpoint_modules(model: nn.Module, select: Select, **options: Any) -> CheckpointHandle:
@@ -332,6 +349,7 @@ def checkpoint_modules(model: nn.Module, select: Select, **options: Any) -> Chec
         options["chunk_args"] = [
             key if isinstance(key, str) else key + 1 for key in options["chunk_args"]
         ]
-    for module in chosen:
-        _CheckpointedForward(module, options).install()
-    return CheckpointHandle(chosen)
+    forwards = [_CheckpointedForward(module, options) for module in chosen]
+    for forward in forwards:
+        forward.install()
+    return CheckpointHandle(forwards)

@@ -25,7 +25,6 @@ from .offload import Offload, check_offload
 class _RematForward(ForwardInPlace):
     last: remat | None = None  # block of the last forward with gradients, also of a replica's
     origin: _RematForward | None = None  # in a replica: that of the module
-    removed = False
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # torch.compile itself decides what to recompute, and without grad mode nothing is saved.
@@ -67,10 +66,7 @@ class RematHandle:
 
         Where another library has wrapped the forward since, it calls the module's own from now on.
         """
-        module, method = self._forward.module, self._forward.method
-        self._forward.removed = True
-        if module.__dict__.get(method) is self._forward:
-            _RematForward.remove(module, method)
+        self._forward.retire()
 
     def figures(self) -> RematFigures:
         """Returns the figures of the module's last forward: see :meth:`remat.figures`.

@@ -179,6 +179,26 @@ def test_bad_selections(select, error, message):
         ms.checkpoint_modules(Model(), select)
 
 
+def test_removed_where_another_library_has_wrapped_the_forward_since():
+    recomputing = []
+
+    class Block(nn.Module):
+        def forward(self, x):
+            recomputing.append(ms.is_recomputing())
+            return x.exp().sin()
+
+    model = nn.Sequential(Block(), Block())
+    handle = ms.checkpoint_modules(model, Block)
+    for block in model:
+        block.forward = functools.partial(lambda own, *args: own(*args), block.forward)
+    x = torch.randn(4, requires_grad=True)
+    model(x).sum().backward()
+    assert recomputing == [False, False, True, True]
+    handle.remove()
+    model(x).sum().backward()
+    assert recomputing[4:] == [False, False] and not handle.modules
+
+
 def test_twice_is_an_error_that_changes_nothing():
     model = Model()
     ms.checkpoint_modules(model, lambda m: m is model.blocks[1])
@@ -235,6 +255,20 @@ def test_sequential_as_torch_is_called(use_reentrant):
         ms.checkpoint_sequential(functions, 2, x, use_reentrant, use_reentrant=False)
     flagged = [lambda a, flag: a if flag else -a, torch.exp]
     assert torch.equal(ms.checkpoint_sequential(flagged, 2, (x, False)), (-x).exp())
+
+
+def test_a_segment_refers_to_its_own_functions_alone(monkeypatch):
+    """A region looks at all that its function refers to."""
+    found = []
+    monkeypatch.setattr(
+        sys.modules["memsave_ext.checkpoint.models"],
+        "checkpoint",
+        lambda function, *args, **_: found.append(function) or function(*args),
+    )
+    steps = [nn.Linear(2, 2) for _ in range(6)]
+    ms.checkpoint_sequential(steps, 3, torch.randn(1, 2))
+    cells = [[cell.cell_contents for cell in function.__closure__] for function in found]
+    assert [[c for c in of if isinstance(c, list)] for of in cells] == [[steps[:2]], [steps[2:4]]]
 
 
 @pytest.mark.parametrize(

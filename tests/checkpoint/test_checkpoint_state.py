@@ -202,6 +202,30 @@ def test_what_was_recomputed_for_a_graph_that_goes_is_freed():
             assert t.live <= before - x.nbytes
 
 
+def test_threads_of_one_backward_wait_for_its_recompute():
+    saved, taken, grads = threading.Event(), threading.Event(), {}
+
+    def function(a):
+        first = a.sin()
+        if ms.is_recomputing():
+            saved.set()
+            taken.wait(0.3)  # which does not come before the recompute has ended
+        return first, (a + 1).cos()
+
+    x = leaf(4)
+    outs, group = checkpoint(function, x), torch_checkpoint.GraphExecGroup()
+
+    def run(number):
+        if number == 0:
+            assert saved.wait(30)
+        with group:
+            (grads[number],) = torch.autograd.grad(outs[number].sum(), x, retain_graph=True)
+        taken.set()
+
+    run_threads(run, 2)
+    assert_equal([grads[0], grads[1]], [x.cos(), -(x + 1).sin()])
+
+
 @pytest.mark.skipif(not _native.available, reason="pure Python stops whatever is left")
 def test_short_tails_are_run_to_their_end():
     calls_of(3, marks, size=8)
