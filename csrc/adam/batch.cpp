@@ -133,10 +133,17 @@ void Batch::note_steps() const {
 
 void Batch::step(const py::object& scaling) const {
   const Scaling read = read_scaling(scaling);
-  {
+  try {
     const py::gil_scoped_release no_gil;
     collector_->step(parameters_, read);
+  } catch (...) {
+    publish();  // those that were stepped before have their states
+    throw;
   }
+  publish();
+}
+
+void Batch::publish() const {
   if (collector_->backwards().current()) return;  // which publishes states at its end
   std::vector<FreshState> fresh;
   for (Parameter* parameter : parameters_) take_fresh(*parameter, fresh);

@@ -69,6 +69,8 @@ class Batch {
   c10::ArrayRef<Parameter*> parameters() const { return parameters_; }
 
  private:
+  void publish() const;
+
   std::shared_ptr<Collector> collector_;
   std::shared_ptr<Snapshot> snapshot_;  // owns the parameters
   std::vector<Parameter*> parameters_;

@@ -26,7 +26,9 @@ Sharding sharding_of(const Parameter& parameter) {
 }
 
 void take_fresh(Parameter& parameter, std::vector<FreshState>& taken) {
-  if (parameter.fresh) taken.push_back({parameter.tensor, std::move(parameter.fresh)});
+  if (!parameter.fresh) return;
+  taken.push_back({parameter.tensor, std::move(parameter.fresh)});
+  parameter.before_fresh = State{};
 }
 
 namespace {
@@ -48,7 +50,7 @@ void make_state(Parameter& parameter, const at::Tensor& grad) {
   if (!can_step(parameter.local, grad, made, group)) {
     throw_misfit(parameter.local, grad, made, group);
   }
-  parameter.state = std::move(made);
+  parameter.before_fresh = std::exchange(parameter.state, std::move(made));
   parameter.fresh = std::make_shared<c10::SafePyObject>(dict.release().ptr(), getPyInterpreter());
 }
 
@@ -66,7 +68,7 @@ void prepare(Parameter& parameter, at::Tensor grad) {
 void forget_prepared(Parameter& parameter) {
   parameter.grad.reset();
   if (!std::exchange(parameter.fresh, nullptr)) return;
-  parameter.state = State{};
+  parameter.state = std::exchange(parameter.before_fresh, {});
 }
 
 }  // namespace memsave_ext::adam

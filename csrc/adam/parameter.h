@@ -57,6 +57,7 @@ struct Parameter {
   std::shared_ptr<Entry> entry;  // of its hook; null without a hook
   // A new state that is not in the optimizer's yet: a dict, of DTensors for a DTensor. Or null.
   std::shared_ptr<c10::SafePyObject> fresh;
+  State before_fresh;  // `state` before that
 
   // Of `local`. Set by prepare(), for the next step; undefined for one in rows.
   at::Tensor grad;

@@ -63,10 +63,10 @@ def check_bytes(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be an int from 0 to 2**63 - 1, got {value!r}")
 
 
-def refuse_differentiable(options: dict[str, Any]) -> None:
+def refuse_differentiable(options: Mapping[str, Any]) -> None:
     """Raises ValueError where one of these options is given: torch's implementation has none."""
     for name, value in options.items():
-        if value is not None:
+        if value != DEFAULTS.get(name):
             raise ValueError(
                 f"differentiable=True uses torch's own implementation, which has no {name}: leave "
                 "one of the two out"
@@ -540,6 +540,7 @@ def fp32_parameter(param: Tensor, state: dict[str, Any], group: dict[str, Any]) 
     """Returns a float32 copy of ``param``, including the low part kept beside its 16 bits."""
     low_part, load = state.get("param_rest"), formats.param_format_of(param, group).load
     if low_part is None or load is None:
-        return param.detach().to(torch.float32, copy=True)
+        dtype = torch.complex64 if param.is_complex() else torch.float32
+        return param.detach().to(dtype, copy=True)
     # Bits are those of memory, which a DTensor's operators do not see.
     return as_placed(param, load(local_tensor(param.detach()), local_tensor(low_part)))

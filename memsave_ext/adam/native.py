@@ -112,6 +112,9 @@ class Native(InBackward):
             modes.check_options(complete)
             modes.check_ranges(complete)
             modes.check_group(param_group, rule_of(complete))
+            if self.defaults.get("differentiable"):
+                ours = {name: param_group[name] for name in modes.DEFAULTS if name in param_group}
+                modes.refuse_differentiable(ours)
             if self.clip_global_norm is not None:
                 modes.refuse_two_norms([param_group])
         super().add_param_group(param_group)
@@ -148,7 +151,8 @@ class Native(InBackward):
         """Returns float32 copies of the parameters, in the order of ``param_groups``.
 
         Those of bfloat16 parameters include what ``bf16="split"`` or ``"split8"`` keeps beside
-        them, unless the parameter has been overwritten since its last step.
+        them, unless the parameter has been overwritten since its last step. Those of complex ones
+        are complex64.
         """
         self._drop_stale_low_parts()
         return [
@@ -256,6 +260,6 @@ class Native(InBackward):
             modes.convert_unpickled(self.state, self.param_groups)
             put_states(self.state, self.param_groups)
             self._make_stepper()
-            if self._in_backward or self._gradients is not None:
+            if self._takes_gradients:
                 self._attach(p for g in self.param_groups for p in g["params"])
             self._choose_unscaling()

@@ -300,9 +300,9 @@ def class_of(own: Any) -> type[OwnStep]:
                 self._count_step()
             return loss
 
-        def zero_grad(self, set_to_none: bool = True) -> None:
-            modes.check_bool("set_to_none", set_to_none)
-            super().zero_grad(set_to_none)
+        @functools.wraps(own.zero_grad, updated=())  # trainers look at the names of its arguments
+        def zero_grad(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+            super().zero_grad(*args, **kwargs)  # which may be a class's own, without arguments
             self._stepper.zero_grad(False)
 
         def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -344,7 +344,7 @@ def class_of(own: Any) -> type[OwnStep]:
                 return
             self._make_stepper()
             self._counted = {}
-            if self._in_backward or self._gradients is not None:
+            if self._takes_gradients:
                 self._attach(p for group in self.param_groups for p in group["params"])
             self._choose_unscaling()
 

@@ -29,9 +29,8 @@ def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     """
     place = group.get("states_on")
     if place is None or is_dtensor(param):
-        return put_state(_state_of_zeros(param, group), group, param.device)
-    # No memory is taken for zeros that lie elsewhere.
-    on_meta = _state_of_zeros(torch.empty_like(param, device="meta"), group)
+        return put_state(_state_of_zeros(param, group, takes_blocks(param)), group, param.device)
+    on_meta = _state_on_meta(param, group)
     return {
         name: (Place() if place.stays(name, param.device) else place).zeros(like, param.device)
         if like.device.type == "meta"
@@ -40,8 +39,14 @@ def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _state_of_zeros(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-    rule, row = rule_of(group), made_state_format(param, group, takes_blocks(param))
+def _state_on_meta(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Takes no memory for zeros that lie elsewhere."""
+    like = torch.empty_like(param, device="meta")  # which is dense
+    return _state_of_zeros(like, group, takes_blocks(param))
+
+
+def _state_of_zeros(param: Tensor, group: Mapping[str, Any], in_blocks: bool) -> dict[str, Tensor]:
+    rule, row = rule_of(group), made_state_format(param, group, in_blocks)
     state = {}
     if needs_step(param, group, row) or (rule is MOMENTUM and group["dampening"] != 0):
         state["step"] = step_count(0, param, group)
@@ -71,8 +76,7 @@ def sizes_of_states(groups: Iterable[Mapping[str, Any]]) -> dict[Place, list[int
         for param in group["params"]:
             # A prediction's need no room.
             if param.requires_grad and not isinstance(local_tensor(param), FakeTensor):
-                like = torch.empty_like(local_tensor(param), device="meta")
-                zeros = _state_of_zeros(like, group).values()
+                zeros = _state_on_meta(local_tensor(param), group).values()
                 sizes.setdefault(place, []).extend(tensor.nbytes for tensor in zeros)
     return sizes
 

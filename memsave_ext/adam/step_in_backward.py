@@ -227,7 +227,7 @@ class InBackward(torch.optim.Optimizer):
         params = list(_params_of(self))
         if self.clip_global_norm is not None:
             modes.refuse_two_norms(self.param_groups)
-            self._stepper.note_norm(clip_over_meshes(params, self.clip_global_norm))
+            self._stepper.note_norm(clip_over_meshes(params, self.clip_global_norm).float())
         return step_in_parts(params, lambda: self._stepper.step(0.0, unscaled))
 
     def _attach(self, params: Iterable[Tensor]) -> None:
@@ -314,10 +314,10 @@ class InBackward(torch.optim.Optimizer):
         try:
             yield
         finally:
-            for param, grad in zip(params, before, strict=not keep):
-                param.grad = grad
             self._pauses -= 1
             self._stepper.pause(False, keep)
+            for param, grad in zip(params, before, strict=not keep):
+                param.grad = grad
 
     def accumulate_when(
         self, condition: Callable[[], object] | None, *, fold: bool = False
@@ -368,6 +368,8 @@ class InBackward(torch.optim.Optimizer):
                     "grads_on="
                 )
             modes.refuse_two_norms(self.__dict__.get("param_groups", []))
+            if self.__dict__.get("defaults", {}).get("differentiable"):
+                modes.refuse_differentiable({"clip_global_norm": norm})
         self._clip_global_norm = norm
 
     @property
@@ -440,9 +442,7 @@ class InBackward(torch.optim.Optimizer):
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
         if scaler is not None:
             if self.__dict__.get("defaults", {}).get("differentiable"):
-                raise ValueError(
-                    "differentiable=True uses torch's own implementation, which has no grad_scaler"
-                )
+                modes.refuse_differentiable({"grad_scaler": scaler})
             modes.refuse_scaler(self._gradients)
             self._count_on_device(groups)
         self._grad_scaler = scaler

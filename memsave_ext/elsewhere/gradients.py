@@ -40,20 +40,21 @@ class Gradients:
 
     Raises:
         TypeError, ValueError: it is neither.
+
+    Attributes:
+        attached: whether gradients leave, from :meth:`attach` until :meth:`detach`. Of a copy,
+            whether they left where it was made.
     """
 
     def __init__(self, where: str | os.PathLike[str]) -> None:
+        self.attached = False
         self.where, self._keeper = _keeper_of(where)
         self._norms: set[float] = set()  # the orders that somebody has asked for
         self._handles: dict[int, Any] = {}
         weakref.finalize(self, _remove, self._handles).atexit = False
 
     def __reduce__(self) -> Any:  # a copy has a file of its own, and no hooks
-        return Gradients, (self.where,)
-
-    @property
-    def attached(self) -> bool:
-        return bool(self._handles)
+        return Gradients, (self.where,), {"attached": self.attached}
 
     def attach(self, optimizer: Any, params: Iterable[Tensor]) -> None:
         """Has gradients leave as soon as they are complete, until the optimizer is gone.
@@ -80,6 +81,7 @@ class Gradients:
             handle = param.requires_grad_().register_post_accumulate_grad_hook(hook)
             param.requires_grad_(required)
             self._handles[id(param)] = handle
+        self.attached = True
 
     def lost(self, optimizer: Any) -> list[Tensor]:
         """Returns the optimizer's parameters that have no hook, as where they were replaced."""
@@ -96,6 +98,7 @@ class Gradients:
     def detach(self) -> None:
         """Leaves later gradients in memory."""
         _remove(self._handles)
+        self.attached = False
 
     def leave(self, grad: Any) -> Any:
         """Returns a gradient that lies elsewhere, in place of one that does not."""

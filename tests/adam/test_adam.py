@@ -89,6 +89,25 @@ def test_differentiable_has_no_modes(mode):
         ms.Adam(model().parameters(), differentiable=True, **mode)
 
 
+def test_differentiable_has_no_modes_of_a_group_or_set_later(tmp_path):
+    params = [nn.Parameter(torch.ones(20_000)) for _ in range(2)]
+    of_group = {"max_grad_norm": 1.0}, {"states_on": tmp_path}, {"state_dtype": "8bit"}
+    for mode in of_group:
+        match = "differentiable=True uses .*has no " + next(iter(mode))
+        with pytest.raises(ValueError, match=match):
+            ms.Adam([{"params": params, **mode}], differentiable=True)
+        optimizer = ms.Adam(params[:1], differentiable=True)
+        with pytest.raises(ValueError, match=match):
+            optimizer.add_param_group({"params": params[1:], **mode})
+        assert len(optimizer.param_groups) == 1
+    with pytest.raises(ValueError, match="has no clip_global_norm"):
+        optimizer.clip_global_norm = 1.0
+    with pytest.raises(ValueError, match="has no grad_scaler"):
+        optimizer.grad_scaler = torch.amp.GradScaler("cpu")
+    assert optimizer.clip_global_norm is None and optimizer.grad_scaler is None
+    optimizer.add_param_group({"params": params[1:], "max_grad_norm": None})  # as the default
+
+
 def test_state_dict_has_torchs_keys():
     ours, theirs = (kind(model().parameters()) for kind in (ms.Adam, torch.optim.Adam))
     assert ours.state_dict()["param_groups"] == theirs.state_dict()["param_groups"]

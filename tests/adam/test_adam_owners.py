@@ -212,6 +212,18 @@ def test_paused_frees_each_gradient_as_it_arrives():
     assert seen == [True] * 4
 
 
+def test_paused_ends_where_gradients_cannot_be_restored():
+    p = nn.Parameter(torch.ones(3))
+    optimizer = ms.Adam([p], in_backward=True)
+    with optimizer.accumulate():
+        p.sum().backward()
+    with pytest.raises(RuntimeError, match="grad"), optimizer.paused():
+        p.data = p.data.double()
+    p.sum().backward()
+    optimizer.step()
+    assert optimizer.state[p]["exp_avg"].dtype == torch.float64
+
+
 def test_paused_keeps_gradients():
     p = nn.Parameter(torch.ones(3))
     optimizer = ms.Adam([p], in_backward=True)

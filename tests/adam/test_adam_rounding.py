@@ -83,6 +83,13 @@ def test_split_is_an_fp32_master(options):
                 assert torch.equal(mine, theirs)
 
 
+def test_fp32_parameters_of_complex_ones_are_complex():
+    param = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+    optimizer = ms.Adam([param])
+    (value,) = optimizer.fp32_parameters()
+    assert torch.equal(value, param.to(torch.complex64))
+
+
 def test_fp32_parameters_are_copies():
     params, optimizer = make(in_backward=True)
     values = optimizer.fp32_parameters()

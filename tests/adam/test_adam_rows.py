@@ -29,6 +29,27 @@ def test_same_bits_as_the_whole_gradient(mode):
     assert all(state["step"] == 3 for state in other.optimizer.state.values())
 
 
+def test_a_state_that_is_made_anew_where_rows_are_refused_keeps_its_low_part():
+    """A momentum that begins later needs a state again, whose low part is that of before."""
+    runs = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(CLASSES, FEATURES).bfloat16())
+        optimizer = ms.SGD(
+            [weight], lr=1e-3, bf16="split", in_backward=in_backward, max_grad_norm=1e9
+        )
+        for number in range(4):
+            optimizer.param_groups[0]["momentum"] = 0.9 if number >= 2 else 0.0
+            torch.manual_seed(number)
+            x, labels = torch.randn(32, FEATURES).bfloat16(), torch.randint(CLASSES, (32,))
+            ms.linear_cross_entropy(x, weight, labels, chunk_size=256).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            runs.append(optimizer.fp32_parameters()[0])
+    assert_equal(runs[4:], runs[:4])
+    assert not torch.equal(runs[-1], runs[-1].bfloat16())
+
+
 class InRows(torch.autograd.Function):
     """Has a given gradient, and steps with so many rows of it at a time."""
 

@@ -37,7 +37,9 @@ def test_low_precision_states_stay_near_exact_adam(mode):
     assert distance(params, exact, start) < 0.05
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.95, 0.9), (0.5, 0.5)])
+@pytest.mark.parametrize(
+    "betas", [(0.9, 0.999), (0.9, 0.95), (0.95, 0.9), (0.5, 0.5), (0.8, 0.64), (0.7, 0.49)]
+)
 def test_the_bound_of_an_8bit_step_is_what_adam_can_reach(betas):
     """By gradients that rise as (beta2 / beta1)^i. Here exp_avg is more than they can have left."""
     beta1, beta2 = betas

@@ -1,6 +1,7 @@
 """Optimizers that in_backward() takes, each equal to the bit to its own ordinary step()."""
 
 import copy
+import inspect
 import pickle
 import warnings
 
@@ -277,6 +278,24 @@ def test_remove_hooks():
             assert all(p.grad is not None for p in each[0].parameters())
             each[1].step()
         assert_same(copied, other)
+
+
+def test_zero_grad_takes_what_the_class_takes():
+    class OfLoss(torch.optim.SGD):
+        def zero_grad(self):
+            super().zero_grad(set_to_none=True)
+
+    net = model()
+    optimizer = ms.in_backward(OfLoss(net.parameters(), lr=0.1))
+    loss(net, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(TypeError, match="zero_grad"):
+        optimizer.zero_grad(set_to_none=True)
+    assert not inspect.signature(optimizer.zero_grad).parameters  # which accelerate looks at
+    plain = ms.in_backward(torch.optim.SGD(model().parameters(), lr=0.1))
+    plain.zero_grad(set_to_none=False)
+    assert "set_to_none" in inspect.signature(plain.zero_grad).parameters
 
 
 def test_it_stays_what_it_was():

@@ -512,6 +512,40 @@ def test_states_that_cannot_be_written_back(tmp_path, monkeypatch, in_backward):
     train(params, optimizer, 1, start=1)
 
 
+@both_ways
+def test_a_first_step_that_fails_keeps_the_states_of_what_was_stepped(
+    tmp_path, monkeypatch, in_backward
+):
+    params, optimizer = both(tmp_path, in_backward=in_backward)[1]
+    start, write, written = [p.detach().clone() for p in params], os.pwritev, []
+
+    def fails(*args):
+        if len(written) >= 4:
+            full()
+        written.append(args)
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwritev", fails)
+    with pytest.raises(OSError, match="No space left"):
+        train(params, optimizer, 1)
+    monkeypatch.undo()
+    stepped = [p for p, before in zip(params, start, strict=True) if not torch.equal(p, before)]
+    assert stepped and all(optimizer.state[p]["step"] == 1 for p in stepped)
+
+
+@pytest.mark.parametrize("state_dtype", ["8bit", "4bit"])
+def test_parameters_that_are_not_dense_have_float32_states(tmp_path, state_dtype):
+    runs = []
+    for where in (None, tmp_path):
+        torch.manual_seed(1)
+        param = nn.Parameter(torch.randn(256, 512)[:, :256])
+        optimizer = ms.AdamW([param], state_dtype=state_dtype, states_on=where)
+        train([param], optimizer, 3)
+        runs.append(([param], optimizer))
+    assert_same(*runs)
+    assert runs[1][1].state[param]["exp_avg"].dtype == torch.float32 and in_files(runs[1][1]) == 2
+
+
 def test_after_a_fork(tmp_path):
     code = """
 import os, torch, memsave_ext as ms

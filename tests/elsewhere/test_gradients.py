@@ -460,6 +460,36 @@ def test_a_copy_has_a_file_of_its_own(copied, name, tmp_path):
     assert_same(net, model)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda of: pickle.loads(pickle.dumps(of))])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_copy_has_hooks_where_the_optimizer_has(copied, own, tmp_path):
+    net = nn.Linear(256, 256)
+    params = net.parameters()
+    if own:
+        optimizer = ms.in_backward(torch.optim.SGD(params, lr=0.1), grads_on=tmp_path)
+    else:
+        optimizer = ms.AdamW(params, grads_on=tmp_path)
+    for has_hooks in (True, False, True):
+        other, another = copied((net, optimizer))
+        other(torch.ones(2, 256)).sum().backward()
+        assert isinstance(other.weight.grad, GradientElsewhere) is has_hooks
+        another.remove_hooks()
+        another.renew_hooks()
+        other.zero_grad()
+        other(torch.ones(2, 256)).sum().backward()
+        assert isinstance(other.weight.grad, GradientElsewhere)
+        optimizer.remove_hooks() if has_hooks else optimizer.renew_hooks()
+
+
+def test_the_norm_is_float32(tmp_path):
+    net = nn.Linear(256, 256).to(torch.bfloat16)
+    optimizer = ms.AdamW(net.parameters(), grads_on=tmp_path, clip_global_norm=1.0)
+    net(torch.ones(2, 256, dtype=torch.bfloat16)).sum().backward()
+    assert isinstance(net.weight.grad, GradientElsewhere)
+    optimizer.step()
+    assert optimizer.grad_norm.dtype == torch.float32
+
+
 def test_a_state_dict_is_as_ever(tmp_path):
     net, other = network(), network()
     optimizer = ms.AdamW(net.parameters(), grads_on=tmp_path)

@@ -181,8 +181,9 @@ def update_bound(group: Mapping[str, Any], number: float | Tensor) -> Tensor:
     left1, left2 = beta1**number, beta2**number
     # ratio**number. Where beta2**number underflows to 0 it is 0 or infinite.
     left = torch.where(left2 > 0, left1 * left1 / left2, torch.where(ratio < 1, 0.0, torch.inf))
-    steps = 1 - left
-    bound = (1 - beta1) * ((1 - left2) / (1 - beta2) * steps / (1 - ratio)).sqrt()
+    # The sum of all powers of ratio until the step's, as in csrc/adam/arithmetic.h.
+    sums = torch.where((1 - ratio).abs() > 1e-11, (1 - left) / (1 - ratio), number)
+    bound = (1 - beta1) * ((1 - left2) / (1 - beta2) * sums).sqrt()
     return torch.where(bound > 0, bound * 1.0001, 1e30).float()
 
 
