@@ -150,7 +150,7 @@ SENTENCES = (
     ),
     Sentence(
         README,
-        "up to {} times the optimizer's time with AVX2,",
+        "up to {} times the optimizer's time with AVX-512,",
         "adam_modes",
         small_states,
         most,
