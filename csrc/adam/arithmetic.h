@@ -22,10 +22,9 @@ MEMSAVE_EXT_INLINE double update_bound(const Options& o, Powers powers) {
   const double power = powers.beta2 > 0 ? powers.beta1 * powers.beta1 / powers.beta2 : 0;
   // The sum of all powers of ratio until the step's: of ratio 1 the step's number. What is near is
   // not known well enough for a quotient.
-  const double sum =
-      fabs(1 - ratio) > 1e-11 ? (1 - power) / (1 - ratio) : log(powers.beta2) / log(o.beta2);
+  const double sum = fabs(1 - ratio) > 1e-11 ? (1 - power) / (1 - ratio) : powers.step;
   const double bound = (1 - o.beta1) * sqrt((1 - powers.beta2) / (1 - o.beta2) * sum);
-  return bound > 0 && (powers.beta2 > 0 || ratio < 1) ? fmin(bound * 1.0001, 1e30) : 1e30;
+  return bound > 0 && (powers.beta2 > 0 || ratio < 1) ? bound * 1.0001 : 1e30;
 }
 
 MEMSAVE_EXT_INLINE Coefficients<double> adam_coefficients(const Options& o, double lr,
