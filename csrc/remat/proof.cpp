@@ -147,6 +147,7 @@ void add_tensors(uint64_t& key, const c10::IValue& argument) {
   for_tensors(argument, [&](const at::Tensor& tensor, int64_t element) {
     if (!tensor.defined()) return;
     key = stirred(key, static_cast<uint64_t>(element + 2));
+    key = stirred(key, static_cast<uint64_t>(tensor.device().type()));  // each has its own kernels
     key = stirred(key, static_cast<uint64_t>(tensor.scalar_type()));
     for (const int64_t size : tensor.sizes()) key = stirred(key, static_cast<uint64_t>(size));
     for (const int64_t stride : tensor.strides()) key = stirred(key, static_cast<uint64_t>(stride));
@@ -166,6 +167,19 @@ struct Functions {
 Functions& functions() {
   static auto& all = *new Functions();
   return all;
+}
+
+// Of the Function whose apply() runs: several libraries have one of the same name, and that is all
+// that is reported of it. 0 where it is called in another way.
+uint64_t hash_of_class() {
+  namespace py = pybind11;
+  const py::gil_scoped_acquire gil;
+  PyObject* const frame = reinterpret_cast<PyObject*>(PyEval_GetFrame());
+  if (frame == nullptr) return 0;
+  const py::object kind = py::handle(frame).attr("f_locals").attr("get")("cls");
+  if (!PyType_Check(kind.ptr())) return 0;
+  const auto module = static_cast<uint64_t>(py::hash(py::str(kind.attr("__module__"))));
+  return stirred(module, static_cast<uint64_t>(py::hash(kind.attr("__qualname__"))));
 }
 
 // Whether Python was interrupted, which raises that again once it can.
@@ -205,7 +219,7 @@ std::optional<uint64_t> key_of_arguments(c10::ArrayRef<const c10::IValue> argume
 }
 
 FunctionKey FunctionKey::of(std::string_view name, c10::ArrayRef<const c10::IValue> arguments) {
-  FunctionKey key{std::hash<std::string_view>()(name), 0};
+  FunctionKey key{stirred(std::hash<std::string_view>()(name), hash_of_class()), 0};
   key.arguments = key.name;
   for (const auto& argument : arguments) add_tensors(key.arguments, argument);
   return key;

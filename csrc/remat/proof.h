@@ -31,6 +31,7 @@ std::optional<uint64_t> key_of_arguments(c10::ArrayRef<const c10::IValue> argume
 struct FunctionKey {
   uint64_t name = 0, arguments = 0;
 
+  // While the Function's apply() runs.
   static FunctionKey of(std::string_view name, c10::ArrayRef<const c10::IValue> arguments);
 };
 using ArgumentBits = std::bitset<64>;  // of these tensors; the last one is for all that follow, too

@@ -24,6 +24,7 @@ from .. import _native
 from ..fakes.mode import is_cuda, predicts
 from ..shared.dtensor import is_dtensor
 from ..shared.large_memory import LargeMemory
+from ..shared.modules import no_hook
 from ..shared.tensors import is_shared
 from ..store.folder import absolute_folder
 from ..store.kept import SMALLEST
@@ -262,7 +263,7 @@ class _Call:
             self._uses.note_call(self._number)
 
     def __reduce__(self) -> Any:
-        return _none, ()
+        return no_hook, ()
 
 
 class _Called:
@@ -281,15 +282,7 @@ class _Called:
                 return
 
     def __reduce__(self) -> Any:
-        return _none, ()
-
-
-def _nothing(*_: Any) -> None:
-    pass
-
-
-def _none() -> Callable[..., None]:
-    return _nothing
+        return no_hook, ()
 
 
 def _own(module: nn.Module) -> Iterable[Tensor]:

@@ -82,6 +82,7 @@ class PatchedLMHead:
         on, with an error."""
         for module, name, theirs in self._replaced:
             setattr(module, name, theirs)
+        self._replaced = []
 
 
 class _AsksWhy(type):

@@ -90,12 +90,11 @@ class PatchedCausalLM(Patched):
                 "replaced; call linear_cross_entropy with its hidden states instead"
             )
 
-    def remove(self) -> None:
+    def _restore(self) -> None:
         if self._own_loss is None:
             vars(self._model).pop("_loss_function", None)
         else:
             self._model.loss_function = self._own_loss
-        super().remove()
 
     def _finished(self, call: Call, output: Any) -> Any:
         if not call.loss:

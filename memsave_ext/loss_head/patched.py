@@ -211,15 +211,23 @@ class Patched:
             torch.compiler.reset()
 
     def remove(self) -> None:
-        """Let the model compute its logits and its loss as before."""
+        """Let the model compute its logits and its loss as before. A second call does nothing."""
+        if not self._hooks:
+            return
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
+        self._restore()
         vars(self._head).pop("forward", None)
         self._forget_compiled()
+
+    def _restore(self) -> None:
+        """Puts back what this kind of patch has replaced besides the head's forward."""
 
     # A compiled graph ends at each of these: who is in a forward is not known when it is traced.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._end_call()  # what interrupts a forward may pass by _after()
         if kwargs.get("fused_lm_head"):  # TRL's, which does not call the head, and has no logits
             return None
         given = self._signature.bind_partial(*args, **kwargs).arguments
@@ -237,6 +245,13 @@ class Patched:
             return self._arguments(model, call, given) if with_labels else None
         return None
 
+    def _end_call(self) -> Call | None:
+        """Returns the call that this thread was in."""
+        call = self._calls.pop(threading.get_ident(), None)
+        if call is not None:
+            call.of_probe.close()
+        return call
+
     def _arguments(self, model: Any, call: Call, given: dict[str, Any]) -> Any:
         """Returns what the forward is given in place of its arguments, of which ``given`` are
         those of its parameters; None: it is given its own."""
@@ -244,10 +259,9 @@ class Patched:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        call = self._calls.pop(threading.get_ident(), None)
+        call = self._end_call()
         if call is None:
             return output
-        call.of_probe.close()
         if output is None or not call.with_labels:
             return output
         if isinstance(output, tuple) and self._options.outputs:

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import torch
 
 from .._version import __version__
-from ..shared.checks import check_count
+from ..shared.checks import check_count, checked_device
 from ..shared.table import Text, as_text, format_bytes, format_seconds, print_table
 from .events import CATEGORIES
 from .measure import Build, Row, forget, measure
@@ -158,7 +158,7 @@ def compare(
             )
     check_count("compare: steps", steps, 1)
     check_count("compare: warmup", warmup, 0)
-    wanted = None if device is None else torch.device(device)
+    wanted = None if device is None else checked_device("compare", device)
     rows = []
     for name, build in variants.items():
         row, wanted = measure(name, build, steps, warmup, wanted)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from ..shared.checks import check_allocator, check_shapes
+from ..shared.checks import check_allocator, check_shapes, checked_device
 from ..shared.modules import Modules
 from .account import FEWEST_STEPS, Growth
 from .fallback import ProfilerTracker
@@ -250,9 +250,7 @@ def _device(
         params = list(model.parameters()) if model is not None else []
         params += [p for o in optimizers for group in o.param_groups for p in group["params"]]
         device = params[0].device if params else "cpu"
-    chosen = torch.device(device)
-    if chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be the CPU or a CUDA device, got {chosen}")
+    chosen = checked_device("track", device)
     index: int | None = chosen.index
     if chosen.type == "cuda" and index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())

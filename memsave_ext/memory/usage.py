@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..shared.checks import checked_device
 from .tracking import running
 
 
@@ -41,15 +42,14 @@ def usage(device: torch.device | str | int | None = None) -> Usage:
     """
     if device is None:
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    where = torch.device("cuda", device) if isinstance(device, int) else device
+    chosen = checked_device("usage", where)
     if chosen.type == "cuda":
         return Usage(
             allocated=torch.cuda.memory_allocated(chosen),
             peak=torch.cuda.max_memory_allocated(chosen),
             reserved=torch.cuda.memory_reserved(chosen),
         )
-    if chosen.type != "cpu":
-        raise ValueError(f"device must be a CUDA device or the CPU, got {chosen}")
     track = next((t for t in running() if t.device.type == "cpu"), None)
     if track is None:
         raise RuntimeError(

@@ -26,7 +26,7 @@ from ..memory.measure import Build
 from ..memory.subjects import UsageError, load
 from ..remat.offload import Offload, check_offload
 from ..shared.budgets import read_budget
-from ..shared.checks import check_count
+from ..shared.checks import check_count, checked_device
 from ..shared.progress import Progress
 from .batch import FromBatch
 from .devices import FitsOnDevices, counts_of, search_devices
@@ -36,7 +36,6 @@ from .predict import (
     PredictedStep,
     StepRecord,
     check_timeout,
-    checked_device,
     result_of,
     start,
 )

@@ -20,7 +20,7 @@ from ..memory.hooks import Names
 from ..memory.log import Record
 from ..memory.measure import Build, checked
 from ..memory.reported import Reported
-from ..shared.checks import check_shapes
+from ..shared.checks import check_shapes, checked_device
 from ..shared.device_memory import ask_for_child
 from ..shared.modules import Layer, Modules
 from ..shared.progress import Progress
@@ -383,17 +383,6 @@ def check_timeout(who: str, timeout: object) -> None:
         )
     if not timeout > 0:
         raise ValueError(f"{who}: timeout must be positive, got {timeout!r}")
-
-
-def checked_device(who: str, device: torch.device | str) -> torch.device:
-    """Returns the device to predict for; raises an error of ``who`` where it is none."""
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError):
-        chosen = None  # torch does not know its name
-    if chosen is None or chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"{who}: device must be the CPU or a CUDA device, got {device!r}")
-    return chosen
 
 
 def _first_steps(optimizer: Optimizer | None) -> int:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..fakes.mode import predicts
 from ..shared.budgets import Budget
-from ..shared.modules import without_compiler
+from ..shared.modules import no_hook, without_compiler
 from ..shared.table import Text, as_text, format_bytes, format_seconds
 from .ahead import SECONDS, ahead_of
 from .budget import (
@@ -73,7 +73,7 @@ class remat:  # noqa: N801, a context manager is used like a function
 
     Args:
         model: :meth:`report` shows its modules separately. Which one runs is seen from outside:
-            nothing is put into them.
+            nothing is put into them, but for a hook on ``model`` in a block with a budget.
         budget: the most bytes that the step may need: an int; text with a unit, such as "8GB" (1e9
             bytes each) or "512MiB" (2**20 each); "80%", of what the process may have of the
             device's memory; "auto", what is free of it; or a float above 0 and at most 1:
@@ -239,20 +239,23 @@ class remat:  # noqa: N801, a context manager is used like a function
             return
         if isinstance(model, DistributedDataParallel):
             model = model.module  # what comes before is not the same in its second step
+        hook = model.register_forward_pre_hook(_FirstCall(self), with_kwargs=True)
+        stack.callback(hook.remove)
 
-        def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._was_planned:
-                return
-            try:
-                if recorder.restart() and recorder.suspend():
-                    self._plan_ahead(module, _forward, args, kwargs, module)
-                else:
-                    self._was_planned = True
-                    self._measured = "tensors were saved for backward before the model was called"
-            finally:
-                recorder.resume()
-
-        stack.callback(model.register_forward_pre_hook(called, with_kwargs=True).remove)
+    def _plan_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plans the step of the model, whose call begins, unless it was planned."""
+        if self._was_planned:
+            return
+        recorder = self._recorder
+        assert not isinstance(recorder, NoRecorder)
+        try:
+            if recorder.restart() and recorder.suspend():
+                self._plan_ahead(module, _forward, args, kwargs, module)
+            else:
+                self._was_planned = True
+                self._measured = "tensors were saved for backward before the model was called"
+        finally:
+            recorder.resume()
 
     def _plan_ahead(
         self,
@@ -429,6 +432,20 @@ def _describe(in_forward: bool | None, operator: str, measured: int, foreseen: i
     name = operator or "an input"
     where = f"after {name}" if in_forward else f"where backward reads a result of {name}"
     return f"The peak was off its plan, most {where}: {planned}"
+
+
+class _FirstCall:
+    """A hook with which a block hears of its model's first call. A copy of the model has none."""
+
+    def __init__(self, block: remat) -> None:
+        self._block = weakref.ref(block)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (block := self._block()) is not None:
+            block._plan_call(module, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return no_hook, ()
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

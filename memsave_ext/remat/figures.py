@@ -114,7 +114,8 @@ def make_figures(figures: dict[str, Any], names: Sequence[str]) -> RematFigures:
     """Converts a recorder's figures. ``names`` are the modules' names by number."""
 
     def name(number: int) -> str:
-        return names[number] if number >= 0 else ""
+        # A script may be of a block that was given the model, where this one was not.
+        return names[number] if 0 <= number < len(names) else ""
 
     return RematFigures(
         figures["operators"],

@@ -6,10 +6,10 @@ import functools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -61,15 +61,16 @@ class _Declared:
     """A Function whose forward tells the block that is open where it begins and ends."""
 
     def __init__(self, function: type[Function], number: int) -> None:
-        self.function, self.number = function, number
+        self.function, self.number = weakref.ref(function), number
         self.users = 0  # blocks that are open
         self.own: Any = None  # the class's own forward; None where it is another class's
+        self.forward: Any = None  # what stands in its place while blocks are open
 
     def install(self) -> None:
         self.users += 1
         if self.users > 1:
             return
-        function: Any = self.function
+        function: Any = self.function()
         forward = function.forward
         self.own = function.__dict__.get("forward")
         takes_context = not _is_defined(function.setup_context)
@@ -78,21 +79,26 @@ class _Declared:
 
     def remove(self) -> None:
         self.users -= 1
-        function: Any = self.function
-        present = function.__dict__.get("forward")
-        if self.users > 0 or getattr(present, "__func__", None) is not self.forward:
+        if self.users > 0:
+            return
+        function: Any = self.function()
+        own, forward = self.own, self.forward
+        self.own = self.forward = None  # which may refer to the class
+        if function is None:
+            return
+        if getattr(function.__dict__.get("forward"), "__func__", None) is not forward:
             return  # somebody else has replaced it meanwhile
-        if self.own is None:
+        if own is None:
             del function.forward
         else:
-            function.forward = self.own
+            function.forward = own
 
 
 def _is_defined(setup_context: Any) -> bool:
     return setup_context is not Function.setup_context
 
 
-_all: WeakKeyDictionary[type[Function], _Declared] = WeakKeyDictionary()
+_all: weakref.WeakKeyDictionary[type[Function], _Declared] = weakref.WeakKeyDictionary()
 _names: dict[str, int] = {}  # how many Functions have it
 _lock: Any = threading.RLock()
 # A process that was forked while a thread held it does not have that thread.

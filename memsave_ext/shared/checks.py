@@ -24,6 +24,17 @@ def check_shapes(who: str, model: nn.Module) -> None:
         )
 
 
+def checked_device(who: str, device: torch.device | str) -> torch.device:
+    """Returns a device of a kind that this package knows; raises an error of ``who`` for others."""
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        chosen = None  # torch does not know its name
+    if chosen is None or chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"{who}: device must be the CPU or a CUDA device, got {device!r}")
+    return chosen
+
+
 def check_allocator(what: str, device: torch.device) -> None:
     """Raises where the allocator of a CUDA device reports nothing of what it allocates.
 

@@ -33,6 +33,15 @@ _not_compiled: dict[int, CodeType] = {}
 _Watch = tuple[Callable[[int], object], Callable[[], object], int]
 
 
+def no_hook() -> Callable[..., None]:
+    """Returns what stands in copies and pickles in place of a hook that is one module's alone."""
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
 class Layer(NamedTuple):
     """What is to be known of a module, which may be gone when it is asked for.
 

@@ -169,6 +169,32 @@ def test_models_that_are_refused():
     ms.patch_causal_lm(model).remove()
 
 
+def test_an_interrupted_forward_leaves_no_trace():
+    """torch calls no hook after a forward that Ctrl-C ends."""
+    model = made(llama)
+    ms.patch_causal_lm(model)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    for part in (model.model, model.lm_head):
+        hook = part.register_forward_hook(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.train()(**batch())
+        hook.remove()
+        with torch.no_grad():
+            assert model.eval()(input_ids=batch()["input_ids"]).logits is not None
+
+
+def test_a_second_remove_does_nothing():
+    model = made(llama)
+    first = ms.patch_causal_lm(model)
+    first.remove()
+    ms.patch_causal_lm(model)
+    first.remove()
+    assert model.train()(**batch()).logits is None
+
+
 def test_a_forward_that_raises_leaves_no_trace():
     model = made(llama)
     ms.patch_causal_lm(model)

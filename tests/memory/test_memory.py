@@ -372,8 +372,9 @@ def test_usage_on_the_cpu():
             kept = torch.empty(10)
             assert ms.memory.usage() == ms.memory.Usage(kept.nbytes, 4000, None)
     assert outer.peak == 4000
-    with pytest.raises(ValueError, match="must be a CUDA device or the CPU, got meta"):
-        ms.memory.usage("meta")
+    for wrong in ("meta", "gpu"):
+        with pytest.raises(ValueError, match=f"usage: device must be the CPU.*, got '{wrong}'"):
+            ms.memory.usage(wrong)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +384,9 @@ def test_usage_on_the_cpu():
         ({"model": nn.LazyLinear(4)}, ValueError, "track: parameters of this LazyLinear have no"),
         ({"optimizer": 3}, TypeError, "optimizer must be a torch.optim.Optimizer, .*, got int"),
         ({"optimizer": ["x"]}, TypeError, "optimizer must be .*, got str"),
-        ({"device": "meta"}, ValueError, "device must be the CPU or a CUDA device, got meta"),
+        ({"device": "meta"}, ValueError, "device must be the CPU or a CUDA device, got 'meta'"),
+        ({"device": "gpu"}, ValueError, "track: device must be the CPU or a CUDA device, got"),
+        ({"device": []}, ValueError, "track: device must be the CPU or a CUDA device, got"),
         ({"stacks": "x"}, TypeError, "stacks must be a bool, got 'x'"),
         ({"max_events": 0}, ValueError, "max_events must be a positive int, got 0"),
         ({"max_events": 1.5}, ValueError, "max_events must be a positive int, got 1.5"),

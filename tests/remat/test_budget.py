@@ -6,6 +6,7 @@ import gc
 import inspect
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -418,6 +419,19 @@ def test_copies_of_a_module_in_place():
         assert other.forward.options["optimizer"] is None
         other(x).sum().backward()
     assert model.forward.options["optimizer"] is optimizer
+
+
+def test_copies_of_a_model_in_a_block():
+    model, x = wide(2, 16)
+    with ms.remat(model, budget=0.5) as block:
+        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        model(x).sum().backward()
+    for other in copies:
+        assert torch.equal(other(x), model(x))
+    gone = weakref.ref(block)
+    del block
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_budget_is_read_once(monkeypatch):

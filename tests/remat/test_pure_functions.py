@@ -1,9 +1,11 @@
 """Functions of autograd that are declared to be pure: what they make is computed again."""
 
 import contextlib
+import gc
 import signal
 import threading
 import uuid
+import weakref
 
 import pytest
 import torch
@@ -346,6 +348,53 @@ class Net(nn.Module):
             h = layer(x)
             x = Old.apply(h, 2.0, h.cos()).sin()
         return x
+
+
+def of_a_library(module, writes):
+    class SumFn(Function):
+        @staticmethod
+        def forward(ctx, x):
+            if writes:
+                x.detach().numpy()[...] *= 2  # stands for a kernel of Triton's
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad.expand(512, 16)
+
+    SumFn.__module__ = module
+    return SumFn
+
+
+def test_functions_of_two_libraries_that_have_one_name():
+    """What was seen of one says nothing of the other."""
+
+    def step(function, block):
+        x = torch.linspace(-1, 1, 512 * 16).view(512, 16).requires_grad_()
+        with block:
+            y = x.sin()
+            total = function.apply(y)
+            loss = (y * y).sum() + total
+        loss.backward()
+        return x.grad
+
+    step(of_a_library(uuid.uuid4().hex, False), ms.remat())
+    writes = of_a_library(uuid.uuid4().hex, True)
+    assert torch.equal(step(writes, ms.remat()), step(writes, contextlib.nullcontext()))
+
+
+def test_classes_that_were_declared_are_freed():
+    def step():
+        class Local(Old):
+            pass
+
+        with ms.remat(pure=[Local]):
+            Local.apply(W, 2.0, X).sum().backward()
+        return weakref.ref(Local)
+
+    gone = [step() for _ in range(3)]
+    gc.collect()
+    assert not any(reference() for reference in gone)
 
 
 def test_modules_within_a_budget():

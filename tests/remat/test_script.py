@@ -370,6 +370,22 @@ def test_a_model_proves_its_own_plans():
     assert passed(blocks[4]) and passed(blocks[9]) and not passed(blocks[5])
 
 
+def test_a_block_that_was_not_given_the_model_has_no_names_of_modules():
+    """It may go by the script of one that was, where the first that is saved is of no module."""
+    model, start = Program(), torch.randn(16, 24, requires_grad=True)
+
+    def step(block):
+        with block:
+            loss = model(start.sin()).square().mean()
+        loss.backward()
+        return block
+
+    named = [step(ms.remat(model)) for _ in range(10)][-1]
+    assert passed(named) and any(row.module for row in named.figures().saved)
+    plain = step(ms.remat())
+    assert passed(plain) and not any(row.module for row in plain.figures().saved)
+
+
 def test_an_exception_in_the_middle():
     model, x = Program(length=4), torch.randn(8, 24)
     expected, scripted = train(model, x), 0
