@@ -186,8 +186,8 @@ def footprint(
         optimizer: an optimizer of parameters of ``model``; None for torch.optim.AdamW with its
             defaults and all parameters that require a gradient. It is the same optimizer that
             steps on fake tensors, as :func:`predict` has it.
-        in_backward: whether :attr:`Footprint.expected` is for steps in backward, by memsave_ext's
-            Adam in place of torch's. None: as ``optimizer`` steps.
+        in_backward: whether :attr:`Footprint.expected` is for steps in backward, of torch's Adam by
+            memsave_ext's. None: as ``optimizer`` steps.
 
     Sizes are those that allocators are asked for. G is that of steps on fake tensors, whose
     backward goes through the modules in reverse order, one module's own parameters at a time, on
@@ -203,17 +203,18 @@ def footprint(
     Raises:
         TypeError: ``model``, ``optimizer`` or ``in_backward`` is of another type.
         ValueError: a parameter of ``optimizer`` is not in ``model``; ``in_backward`` is given with
-            an optimizer that is not Adam or AdamW; a lazy module has not learned its shapes yet.
+            an optimizer that is neither torch's Adam or AdamW, nor memsave_ext's, nor one that
+            :func:`memsave_ext.in_backward` has taken; a lazy module has not learned its shapes yet.
     """
     _check_types(model, optimizer, in_backward)
     inventory = Inventory.of(model)
     if optimizer is not None:
         _check_same_parameters(inventory, optimizer)
     ways = _Modes(inventory, optimizer)
-    if in_backward and not ways.has_modes:
+    if in_backward and IN_BACKWARD not in {*ways.predicted, *ways.unpredicted}:
         raise ValueError(
-            "in_backward=True is only for Adam and AdamW, of torch.optim or of memsave_ext, got "
-            f"{type(optimizer).__name__}"
+            "in_backward=True is only for Adam and AdamW of torch.optim, optimizers of memsave_ext "
+            f"and those that ms.in_backward() has taken, got {type(optimizer).__name__}"
         )
     steps_in_backward = ways.in_backward if in_backward is None else in_backward
     return Footprint(

@@ -61,6 +61,8 @@ def test_errors():
     assert footprint(nn.ModuleList([model, other]), both).expected
     with pytest.raises(ValueError, match="in_backward=True is only for Adam and AdamW.*got SGD"):
         footprint(model, torch.optim.SGD(model.parameters()), in_backward=True)
+    taken = ms.in_backward(torch.optim.SGD(model.parameters()))
+    assert footprint(model, taken).mode == footprint(model, taken, in_backward=True).mode
     with pytest.raises(ValueError, match="no shape for 0.weight yet"):
         footprint(nn.Sequential(nn.LazyLinear(3)))
     with pytest.raises(ValueError, match="depth must be None or an int of at least 0, got -1"):
