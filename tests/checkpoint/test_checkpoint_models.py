@@ -77,6 +77,15 @@ def test_blocks_in_place(select):
     assert "forward" not in model.blocks[0].__dict__
 
 
+def test_modules_that_learn_their_shapes_in_the_region():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.LazyLinear(4), nn.Tanh()), torch.randn(3, 5)
+    ms.checkpoint(model, x).sum().backward()
+    found = [p.grad for p in model.parameters()]
+    expected = torch.autograd.grad(model(x).sum(), [*model.parameters()])
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_are_checkpointed_by_themselves(duplicate):
     x = torch.randn(5, 4)

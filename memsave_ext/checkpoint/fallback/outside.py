@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -211,7 +212,7 @@ def storage_address(tensor: Tensor) -> int | None:
 def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
     """How its elements lie in its storage: views of one storage that differ in it have other
     values. Empty for those that have none, or no sizes in one piece."""
-    if tensor.is_nested or _is_wrapper(tensor):
+    if tensor.is_nested or _is_wrapper(tensor) or is_lazy(tensor):
         return ()
     bits = tensor.dtype, tensor.is_conj(), tensor.is_neg()
     return *bits, tensor.storage_offset(), tensor.shape, tensor.stride()
