@@ -16,18 +16,18 @@ namespace memsave_ext::adam {
 
 // Returns the largest possible exp_avg / (sqrt(exp_avg_sq) / bias_correction2_sqrt), by the
 // Cauchy-Schwarz inequality over the gradients that both are sums of. Rounded states can exceed it.
-MEMSAVE_EXT_INLINE double update_bound(const Options& o, Powers powers) {
+MEMSAVE_EXT_INLINE double update_bound(const Options& o, double step, Powers powers) {
   const double ratio = o.beta1 * o.beta1 / o.beta2;
   // Once beta2^step has underflowed, 0: the limit for ratio < 1. There is no bound otherwise.
   const double power = powers.beta2 > 0 ? powers.beta1 * powers.beta1 / powers.beta2 : 0;
   // The sum of all powers of ratio until the step's: of ratio 1 the step's number. What is near is
   // not known well enough for a quotient.
-  const double sum = fabs(1 - ratio) > 1e-11 ? (1 - power) / (1 - ratio) : powers.step;
+  const double sum = fabs(1 - ratio) > 1e-11 ? (1 - power) / (1 - ratio) : step;
   const double bound = (1 - o.beta1) * sqrt((1 - powers.beta2) / (1 - o.beta2) * sum);
   return bound > 0 && (powers.beta2 > 0 || ratio < 1) ? bound * 1.0001 : 1e30;
 }
 
-MEMSAVE_EXT_INLINE Coefficients<double> adam_coefficients(const Options& o, double lr,
+MEMSAVE_EXT_INLINE Coefficients<double> adam_coefficients(const Options& o, double lr, double step,
                                                           Powers powers, double factor) {
   Coefficients<double> c = {};
   c.grad_factor = o.maximize ? -factor : factor;
@@ -42,7 +42,7 @@ MEMSAVE_EXT_INLINE Coefficients<double> adam_coefficients(const Options& o, doub
   c.per_bias_correction2_sqrt = 1 / c.bias_correction2_sqrt;
   c.eps = o.eps;
   c.minus_step_size = -(lr / (1 - powers.beta1));
-  c.update_bound = update_bound(o, powers);
+  c.update_bound = update_bound(o, step, powers);
   return c;
 }
 
@@ -153,7 +153,7 @@ MEMSAVE_EXT_INLINE Coefficients<double> coefficients(const Options& o, double lr
                                                      Powers powers, double factor) {
   if constexpr (is_sgd(rule)) return sgd_coefficients(o, lr, step, factor);
   if constexpr (rule == Rule::kLion) return lion_coefficients(o, lr, factor);
-  if constexpr (is_adam(rule)) return adam_coefficients(o, lr, powers, factor);
+  if constexpr (is_adam(rule)) return adam_coefficients(o, lr, step, powers, factor);
 }
 
 // Makes a step. `clamps` bounds Adam's, for states that are rounded so coarsely that it could

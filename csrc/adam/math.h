@@ -26,11 +26,10 @@ struct Options {
 struct Powers {
   double beta1;
   double beta2;
-  double step;  // the exponent
 };
 
 MEMSAVE_EXT_INLINE Powers powers(const Options& o, double step) {
-  return {pow(o.beta1, step), pow(o.beta2, step), step};
+  return {pow(o.beta1, step), pow(o.beta2, step)};
 }
 
 // The constants of a step that all elements of a tensor share. T: a scalar or a vector. A rule sets

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from ..elsewhere.gradients import Gradients
+from ..shared.checks import check_bool
 from ..shared.dtensor import as_placed, is_dtensor, is_placed_alike, local_tensor
 from . import errors, formats, kahan
 from .blocks import (
@@ -115,14 +116,14 @@ def refuse_options(group: dict[str, Any], defaults: dict[str, Any], kind: str) -
             )
 
 
-def check_bool(name: str, value: Any, *, none: bool = False) -> None:
+def _check_flag(name: str, value: Any, *, none: bool = False) -> None:
+    """Raises TypeError where ``value`` is no truth value. As in torch, 0, 1 and numpy's are."""
     try:
-        allowed = bool(value in (True, False)) or (none and value is None)
+        is_equal = bool(value in (True, False))
     except Exception:  # comparing arrays can raise any error
-        allowed = False
-    if not allowed:
-        choices = "True, False or None" if none else "True or False"
-        raise TypeError(f"{name} must be {choices}, got {value!r}")
+        is_equal = False
+    if not is_equal:
+        check_bool(name, value, none=none)
 
 
 def _check_number(name: str, value: Any) -> None:
@@ -147,9 +148,9 @@ def check_options(group: Mapping[str, Any]) -> None:
     for name in numbers:
         _check_number(name, group.get(name))
     for name in _SWITCHES:
-        check_bool(name, group.get(name, False))
+        _check_flag(name, group.get(name, False))
     for name in ("foreach", "fused"):
-        check_bool(name, group.get(name), none=True)
+        _check_flag(name, group.get(name), none=True)
     formats.param_format(group.get("bf16"))
     formats.state_option(group)
     seed = group.get("seed", 0)

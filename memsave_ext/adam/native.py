@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..shared.checks import check_bool
 from ..shared.dtensor import local_tensor
 from ..shared.warn import warn
 from . import kahan, modes
@@ -40,7 +41,7 @@ class Native(InBackward):
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         """Checks and keeps all options before the optimizer is made. ``options``: the rule's."""
-        modes.check_bool("in_backward", in_backward)
+        check_bool("in_backward", in_backward)
         modes.check_options(options)
         modes.check_ranges(options)
         if in_backward and options.get("differentiable"):
@@ -112,7 +113,7 @@ class Native(InBackward):
             modes.check_options(complete)
             modes.check_ranges(complete)
             modes.check_group(param_group, rule_of(complete))
-            if self.defaults.get("differentiable"):
+            if self._is_differentiable:
                 ours = {name: param_group[name] for name in modes.DEFAULTS if name in param_group}
                 modes.refuse_differentiable(ours)
             if self.clip_global_norm is not None:
@@ -140,7 +141,7 @@ class Native(InBackward):
             What ``closure`` returned.
         """
         self._check_step(closure)
-        if self.defaults.get("differentiable"):
+        if self._is_differentiable:
             # Without torch's step hooks, which this method has around itself.
             return step_of(super(Native, type(self)))(self, closure)
         return self._close_step(closure)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from ..elsewhere.gradients import Gradients, any_elsewhere, bring_back, step_in_parts
+from ..shared.checks import check_bool
 from ..shared.dtensor import is_dtensor
 from ..shared.large_memory import LargeMemory
 from ..shared.warn import warn
@@ -138,7 +139,7 @@ class InBackward(torch.optim.Optimizer):
                     "renew_hooks: clip_global_norm needs all gradients, which a step in backward "
                     "frees as they arrive: set it to None, or use grads_on="
                 )
-            if self.__dict__.get("defaults", {}).get("differentiable"):
+            if self._is_differentiable:
                 raise ValueError(
                     "renew_hooks: differentiable=True steps nothing in backward: make the "
                     "optimizer without it"
@@ -148,7 +149,7 @@ class InBackward(torch.optim.Optimizer):
             self._choose_unscaling()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        modes.check_bool("set_to_none", set_to_none)
+        check_bool("set_to_none", set_to_none)
         if not set_to_none:
             super().zero_grad(set_to_none=False)
         self._stepper.zero_grad(set_to_none)
@@ -302,7 +303,7 @@ class InBackward(torch.optim.Optimizer):
         Raises:
             RuntimeError: ``keep`` after :meth:`norm_pass`; :meth:`step` is called in the block.
         """
-        modes.check_bool("keep", keep)
+        check_bool("keep", keep)
         params = list(_params_of(self))
         self._stepper.pause(True, keep)
         self._pauses += 1
@@ -353,6 +354,11 @@ class InBackward(torch.optim.Optimizer):
     # ---- clipping by the norm of all gradients ----
 
     @property
+    def _is_differentiable(self) -> bool:
+        """Whether torch's own implementation steps; False while the optimizer is being made."""
+        return bool(self.__dict__.get("defaults", {}).get("differentiable"))
+
+    @property
     def clip_global_norm(self) -> float | None:
         """The global norm that :meth:`step` clips all gradients to; None: no clipping."""
         return self._clip_global_norm
@@ -368,7 +374,7 @@ class InBackward(torch.optim.Optimizer):
                     "grads_on="
                 )
             modes.refuse_two_norms(self.__dict__.get("param_groups", []))
-            if self.__dict__.get("defaults", {}).get("differentiable"):
+            if self._is_differentiable:
                 modes.refuse_differentiable({"clip_global_norm": norm})
         self._clip_global_norm = norm
 
@@ -441,7 +447,7 @@ class InBackward(torch.optim.Optimizer):
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
         if scaler is not None:
-            if self.__dict__.get("defaults", {}).get("differentiable"):
+            if self._is_differentiable:
                 modes.refuse_differentiable({"grad_scaler": scaler})
             modes.refuse_scaler(self._gradients)
             self._count_on_device(groups)
@@ -497,7 +503,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _refuse_fold(method: str, fold: bool) -> None:
-    modes.check_bool("fold", fold)
+    check_bool("fold", fold)
     if fold:
         raise ValueError(
             f"{method}(fold=True) was removed, as its steps were approximate: use grads_on=, with "

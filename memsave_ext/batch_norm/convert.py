@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..shared.checks import check_bool
 from .modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, CountOnce
 from .sync import SyncBatchNorm
 
@@ -89,8 +90,7 @@ def _check(model: object, sync: object, process_group: object, dry_run: object) 
             f"convert_batch_norm: model must be a torch.nn.Module, got {type(model).__name__}"
         )
     for name, flag in (("sync", sync), ("dry_run", dry_run)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"convert_batch_norm: {name} must be True or False, got {flag!r}")
+        check_bool(f"convert_batch_norm: {name}", flag)
     if process_group is not None:
         if not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
             raise TypeError(

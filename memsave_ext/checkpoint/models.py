@@ -110,6 +110,8 @@ class ForwardInPlace:
         module = self.module
         if not torch.compiler.is_compiling():
             module = calling_module(self.method, self, module)
+        if self.removed:
+            return self.function(module)(module, *args, **kwargs)
         return self.call(module, args, kwargs)
 
 
@@ -264,8 +266,6 @@ def run_in_segments(
 
 class _CheckpointedForward(ForwardInPlace):
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.removed:
-            return self.function(module)(module, *args, **kwargs)
         if torch.is_grad_enabled():
             args, kwargs = without_caches(module, args, kwargs)
         # Not bound to the module: torch.compile of torch 2.11 cannot trace that.

@@ -13,6 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from .. import _parts
+from ..shared.checks import check_bool
 from . import norms
 from .chunks import Argument, Chunking, check_chunking, run_in_pieces
 from .debug import record_operators
@@ -39,8 +40,7 @@ def use_engine_hooks(enabled: bool = True) -> bool:
     Raises:
         TypeError: ``enabled`` is not a bool.
     """
-    if not isinstance(enabled, bool):
-        raise TypeError(f"use_engine_hooks: enabled must be a bool, got {type(enabled).__name__}")
+    check_bool("use_engine_hooks: enabled", enabled)
     native = _parts.native("checkpoint")
     return native.use_engine_hooks(enabled) if native else False
 
@@ -296,16 +296,10 @@ def check_options(
     if offload not in (None, "cpu"):
         raise ValueError(f"checkpoint: offload must be None or 'cpu', got {offload!r}")
     check_chunking(chunks, chunk_dim, chunk_args)
-    flags = (
-        ("early_stop", early_stop),
-        ("preserve_rng_state", preserve_rng_state),
-        ("debug", debug),
-    )
-    for name, value in flags:
-        if not isinstance(value, bool):
-            raise TypeError(f"checkpoint: {name} must be a bool, got {value!r}")
-    if use_reentrant is not None and not isinstance(use_reentrant, bool):
-        raise TypeError(f"checkpoint: use_reentrant must be a bool or None, got {use_reentrant!r}")
+    check_bool("checkpoint: early_stop", early_stop)
+    check_bool("checkpoint: preserve_rng_state", preserve_rng_state)
+    check_bool("checkpoint: debug", debug)
+    check_bool("checkpoint: use_reentrant", use_reentrant, none=True)
     if context_fn is not None and not callable(context_fn):
         raise TypeError(f"checkpoint: context_fn must be a function or None, got {context_fn!r}")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from ..checkpoint import forward_records
+from ..shared.checks import check_bool
 from ..shared.recording import unrecorded
 from . import head
 from .chunks import BLOCK, Settings, shape_of_chunk
@@ -159,8 +160,7 @@ def _loss_of(
     flags = {"return_lse": return_lse, "return_predicted": return_predicted}
     flags |= {"return_entropy": return_entropy, "debug": debug}
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, got {flag!r}")
+        check_bool(name, flag)
     ignored = -100 if ignore_index is None else ignore_index
     asked = return_lse, return_predicted, return_entropy
     loss_options = Options(reduction, ignored, label_smoothing, softcap, *asked)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from ..shared.checks import check_allocator, check_shapes, checked_device
+from ..shared.checks import check_allocator, check_bool, check_shapes, checked_device
 from ..shared.modules import Modules
 from .account import FEWEST_STEPS, Growth
 from .fallback import ProfilerTracker
@@ -223,8 +223,7 @@ def _check(model: Any, stacks: Any, max_events: Any) -> None:
         raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
     if model is not None:
         check_shapes("track", model)
-    if not isinstance(stacks, bool):
-        raise TypeError(f"stacks must be a bool, got {stacks!r}")
+    check_bool("stacks", stacks)
     if isinstance(max_events, bool) or not isinstance(max_events, int) or max_events < 1:
         raise ValueError(f"max_events must be a positive int, got {max_events!r}")
 

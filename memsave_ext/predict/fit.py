@@ -14,12 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..adam.modes import check_bool
 from ..adam.rules import rule_of
 from ..remat.budget import bytes_of_device
 from ..remat.offload import Offload, check_offload
 from ..shared.budgets import Budget, read_budget
-from ..shared.checks import check_count
+from ..shared.checks import check_bool, check_count
 from ..shared.device_memory import device_memory
 from ..shared.modules import device_of
 from ..shared.tensors import bytes_held

@@ -21,6 +21,7 @@ from ..adam.own_optimizer import OwnStep
 from ..adam.place import Place
 from ..adam.rules import rule_of
 from ..adam.states import check, make_state
+from ..shared.checks import check_bool
 from ..shared.dtensor import as_placed
 from ..shared.table import Text, as_text, format_bytes, print_table
 from . import footprint_step
@@ -240,8 +241,7 @@ def _check_types(model: object, optimizer: object, in_backward: object) -> None:
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}"
         )
-    if in_backward is not None and not isinstance(in_backward, bool):
-        raise TypeError(f"in_backward must be True, False or None, got {in_backward!r}")
+    check_bool("in_backward", in_backward, none=True)
 
 
 def _check_same_parameters(inventory: Inventory, optimizer: torch.optim.Optimizer) -> None:

@@ -239,7 +239,7 @@ class remat:  # noqa: N801, a context manager is used like a function
             return
         if isinstance(model, DistributedDataParallel):
             model = model.module  # what comes before is not the same in its second step
-        hook = model.register_forward_pre_hook(_FirstCall(self), with_kwargs=True)
+        hook = model.register_forward_pre_hook(_PlanAtFirstCall(self), with_kwargs=True)
         stack.callback(hook.remove)
 
     def _plan_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -434,7 +434,7 @@ def _describe(in_forward: bool | None, operator: str, measured: int, foreseen: i
     return f"The peak was off its plan, most {where}: {planned}"
 
 
-class _FirstCall:
+class _PlanAtFirstCall:
     """A hook with which a block hears of its model's first call. A copy of the model has none."""
 
     def __init__(self, block: remat) -> None:

@@ -18,6 +18,7 @@ from ..adam import stepper
 from ..adam.elsewhere import buffers_of
 from ..adam.owners import alive_optimizers, optimizers_of
 from ..shared.budgets import Budget, read_budget
+from ..shared.checks import check_bool
 from ..shared.device_memory import check_counts, device_memory
 from ..shared.modules import device_of, first_parameter, modules_of, parameters_of
 from ..shared.tensors import bytes_held, plain_tensors
@@ -55,9 +56,8 @@ def check_arguments(
     budget: object, optimizer: object, strict: object, retry: object
 ) -> Budget | None:
     """Returns the budget; raises TypeError or ValueError where one is wrong or needs another."""
-    for name, value in (("strict", strict), ("retry", retry)):
-        if not isinstance(value, bool):
-            raise TypeError(f"remat: {name} must be a bool, got {type(value).__name__}")
+    check_bool("remat: strict", strict)
+    check_bool("remat: retry", retry)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     if optimizers is not None and not (
         isinstance(optimizers, (list, tuple)) and all(isinstance(o, Optimizer) for o in optimizers)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..checkpoint.models import ForwardInPlace
+from ..shared.checks import check_bool
 from ..shared.table import Text
 from .block import remat
 from .budget import check_ahead, check_arguments, counted_device
@@ -31,8 +32,6 @@ class _RematForward(ForwardInPlace):
         # What torch.jit.trace notes runs elsewhere.
         function = self.function(module)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._is_tracing():
-            return function(module, *args, **kwargs)
-        if self.removed:
             return function(module, *args, **kwargs)
         block = remat._of_checked(module, **self.options)
         # What DistributedDataParallel does before its module is not the same in its second step.
@@ -171,8 +170,7 @@ def remat_module(
             f"remat_module: the {_method} of {type(model).__name__} has been replaced already; "
             "remove() the handle that replaced it first, or call remat_module before it is replaced"
         )
-    if not isinstance(by_module, bool):
-        raise TypeError(f"remat_module: by_module must be a bool, got {type(by_module).__name__}")
+    check_bool("remat_module: by_module", by_module)
     within = check_arguments(budget, optimizer, strict, retry)
     check_ahead(ahead)
     functions = check_pure("remat_module", pure)

@@ -15,6 +15,13 @@ def check_count(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+def check_bool(name: str, value: object, *, none: bool = False) -> None:
+    """Raises TypeError unless ``value`` is True or False, or None where ``none`` allows it."""
+    if not isinstance(value, bool) and not (none and value is None):
+        choices = "True, False or None" if none else "True or False"
+        raise TypeError(f"{name} must be {choices}, got {value!r}")
+
+
 def check_shapes(who: str, model: nn.Module) -> None:
     """Raises ValueError where parameters of a lazy module have not been made yet."""
     if any(is_lazy(param) for param in model.parameters()):

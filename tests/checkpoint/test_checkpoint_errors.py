@@ -248,7 +248,7 @@ BECAUSE = "You are seeing this error because you passed `debug=True` to checkpoi
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_reentrant": "x"}, "use_reentrant must be a bool or None, got 'x'"),
+        ({"use_reentrant": "x"}, "use_reentrant must be True, False or None, got 'x'"),
         ({"context_fn": 3}, "context_fn must be a function or None, got 3"),
     ],
 )

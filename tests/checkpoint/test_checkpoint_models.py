@@ -123,8 +123,8 @@ def test_a_shallow_copy_runs_its_own_forward(hooked):
     [
         ({"determinism_check": "x"}, ValueError, "'default' or 'none', got 'x'"),
         ({"offload": "disk"}, ValueError, "None or 'cpu', got 'disk'"),
-        ({"early_stop": "no"}, TypeError, "early_stop must be a bool, got 'no'"),
-        ({"preserve_rng_state": 1}, TypeError, "preserve_rng_state must be a bool, got 1"),
+        ({"early_stop": "no"}, TypeError, "early_stop must be True or False, got 'no'"),
+        ({"preserve_rng_state": 1}, TypeError, "preserve_rng_state must be True or False, got 1"),
     ],
 )
 def test_bad_options_are_refused_at_once(options, error, message):

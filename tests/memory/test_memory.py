@@ -387,7 +387,7 @@ def test_usage_on_the_cpu():
         ({"device": "meta"}, ValueError, "device must be the CPU or a CUDA device, got 'meta'"),
         ({"device": "gpu"}, ValueError, "track: device must be the CPU or a CUDA device, got"),
         ({"device": []}, ValueError, "track: device must be the CPU or a CUDA device, got"),
-        ({"stacks": "x"}, TypeError, "stacks must be a bool, got 'x'"),
+        ({"stacks": "x"}, TypeError, "stacks must be True or False, got 'x'"),
         ({"max_events": 0}, ValueError, "max_events must be a positive int, got 0"),
         ({"max_events": 1.5}, ValueError, "max_events must be a positive int, got 1.5"),
     ],
