@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -224,6 +225,29 @@ def test_threads_of_one_backward_wait_for_its_recompute():
 
     run_threads(run, 2)
     assert_equal([grads[0], grads[1]], [x.cos(), -(x + 1).sin()])
+
+
+def test_no_thread_takes_values_of_a_recompute_that_turns_out_to_be_wrong():
+    saved, raised = threading.Event(), {}
+
+    def function(a):
+        first = a.sin()
+        if ms.is_recomputing():
+            saved.set()
+            time.sleep(0.3)  # the other thread asks for what is saved by now
+        return first, (a.double() if ms.is_recomputing() else a + 1).cos()
+
+    x = leaf(4)
+    outs, group = checkpoint(function, x), torch_checkpoint.GraphExecGroup()
+
+    def run(number):
+        if number == 0:
+            assert saved.wait(30)
+        with group, pytest.raises(torch_checkpoint.CheckpointError) as raised[number]:
+            torch.autograd.grad(outs[number].sum(), x, retain_graph=True)
+
+    run_threads(run, 2)
+    assert len(raised) == 2
 
 
 @pytest.mark.skipif(not _native.available, reason="pure Python stops whatever is left")

@@ -133,7 +133,6 @@ class Recompute:
     def __init__(
         self,
         slots: Sequence[Slot],
-        key: BackwardKey,
         *,
         forward_finished: bool,
         may_stop: bool,
@@ -141,7 +140,8 @@ class Recompute:
     ) -> None:
         """``outside``: what the forward noted; None: nothing is checked."""
         self.stopped = False
-        self._slots, self._key, self._outside = slots, key, outside
+        self._slots, self._outside = slots, outside
+        self._values: list[tuple[Slot, Tensor, int]] = []
         self._count, self._saved = 0, len(slots)
         self._forward_finished = forward_finished
         self._may_stop = may_stop
@@ -166,11 +166,17 @@ class Recompute:
         slot = self._slots[index]
         if self._outside is not None:
             self._compare(index, slot, tensor, self._outside)
-        holder = slot.holder()
-        if holder is not None:
-            holder.values[self._key] = tensor, version_of(tensor)
+        if slot.holder() is not None:
+            self._values.append((slot, tensor, version_of(tensor)))
         self._stop_if(self._may_stop and self._count == self._needed)
         return tensor
+
+    def give(self, key: BackwardKey) -> None:
+        """Puts what was computed where this backward finds it, once nothing is wrong with it."""
+        for slot, tensor, version in self._values:
+            holder = slot.holder()
+            if holder is not None:
+                holder.values[key] = tensor, version
 
     def _stop_if(self, stop: bool) -> None:
         if stop:
@@ -356,7 +362,6 @@ class _Region:
         arguments = self._unpack_arguments()
         run = Recompute(
             self._slots,
-            key,
             forward_finished=self._finished,
             may_stop=self._stop_at_last_save,
             outside=self._outside if self._check else None,
@@ -389,6 +394,7 @@ class _Region:
             raise error
         if any_has_drawn(others):
             raise errors.other_generator(self._on_error)
+        run.give(key)
 
 
 def _current_backward() -> BackwardKey:
