@@ -8,6 +8,7 @@ import torch
 from modes import BF16, FP16, FP32, FP64, assert_same, both_ways, nothing_in_backward, tensors
 from on_device import capture
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import memsave_ext as ms
 from memsave_ext import _native
@@ -155,9 +156,7 @@ def test_a_mode_in_backward_as_after_it(mode):
 def test_a_mode_resumes_bit_for_bit_from_the_cpu(mode):
     params, optimizer = make_mode(mode, in_backward=True)
     train(params, optimizer, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    for state in saved["state"].values():
-        state.update({name: value.cpu() for name, value in state.items()})
+    saved = tree_map_only(torch.Tensor, torch.Tensor.cpu, copy.deepcopy(optimizer.state_dict()))
     others, other = make_mode(mode, in_backward=True)
     with torch.no_grad():
         for p, q in zip(others, params, strict=True):
