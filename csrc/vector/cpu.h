@@ -3,7 +3,8 @@
 //
 // Included inside the target region of an instruction set (target_begin.h), which defines
 // MEMSAVE_EXT_ISA, the namespace, and MEMSAVE_EXT_VECTOR_BYTES: nothing here may be shared between
-// instruction sets.
+// instruction sets. It is not at::vec, with which a loop like BatchNorm's forward takes 1.22
+// to 1.68 times as long, and a NaN becomes the bfloat16 0xffff instead of 0x7fc0.
 #pragma once
 
 #include "vector/types.h"

@@ -199,7 +199,10 @@ def _remake(
                 optimizer.__dict__[name] = value
         renew_counter(optimizer)
         if saved is not None:
-            optimizer.load_state_dict(saved)
+            gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+            optimizer.load_state_dict(saved)  # which forgets the gradients of an open step
+            for param, grad in gradients:
+                param.grad = grad
         if condition is not None:
             optimizer.accumulate_when(condition)
         _put_into_those_before(optimizer, before)

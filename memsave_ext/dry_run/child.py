@@ -2,7 +2,7 @@
 
 It is a copy of this process that the operating system makes, with closures, caches, hooks and
 registries. So a step may run there that must not change anything here. Effects outside of memory
-are the exception: sockets, shared memory, offsets of open files, and files that are emptied by
+are the exception: sockets, pipes, shared memory, and files that are changed by another program, by
 ``truncate()`` of an open one, or by a library without Python.
 """
 
@@ -55,7 +55,8 @@ _NO_FILES = (
 _CHANGES_OF_FILES = {
     "os.mkdir": (0, 2, False), "os.link": (1, 3, False), "os.symlink": (1, 2, False),
     "os.remove": (0, 1, True), "os.rmdir": (0, 1, True), "os.rename": (0, 2, True),
-    "os.truncate": (0, None, True),
+    "os.truncate": (0, None, True), "os.chmod": (0, 2, True), "os.chown": (0, 3, True),
+    "os.utime": (0, 3, True), "os.setxattr": (0, None, True), "os.removexattr": (0, None, True),
 }  # fmt: skip
 # Else a child of another thread would have this end of a pipe, too, which then never ends.
 _one_fork: Any = threading.Lock()
@@ -133,8 +134,7 @@ class Child(Generic[Result]):
         if not pid:
             return
         os.close(self._read)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        _kill(pid)
         with suppress(ChildProcessError):  # where SIGCHLD is ignored
             os.waitpid(pid, 0)
 
@@ -156,13 +156,12 @@ class Child(Generic[Result]):
                     _pipe = write
                     with suppress(Exception):
                         _stop_following()
-                    _find()
                     os.close(read)
-                    _prepare(state, threads, cards)
-                    _run(self._function)
+                    _run(self._function, state, threads, cards)
                 finally:
                     os._exit(0)
             os.close(write)
+            _lead_group(pid)
         self._pid, self._read = pid, read
         self._begun = time.monotonic()
 
@@ -226,6 +225,7 @@ class Child(Generic[Result]):
         """Returns how the child has ended, which has closed its pipe."""
         pid, self._pid = self._pid, 0
         os.close(self._read)
+        _kill(pid)
         try:
             _, status = os.waitpid(pid, 0)
         except ChildProcessError:
@@ -284,7 +284,7 @@ def writing_files() -> Iterator[None]:
 
 def _refuse_changes_of_files(event: str, args: tuple[Any, ...]) -> None:
     """In a child: hears of what changes files without writing to them, before it happens."""
-    if event not in _CHANGES_OF_FILES and event != "open":
+    if event not in _CHANGES_OF_FILES and event not in ("open", "sqlite3.connect"):
         return
     if _may_write or not is_dry_run():
         return
@@ -292,6 +292,10 @@ def _refuse_changes_of_files(event: str, args: tuple[Any, ...]) -> None:
         path, _, flags = args
         is_emptied = flags & os.O_TRUNC and _size(path)
         is_changed = is_emptied or (flags & os.O_CREAT and _size(path) is None)
+    elif event == "sqlite3.connect":
+        (path,) = args
+        is_file = not os.fsdecode(path).startswith(("file:", ":memory:")) and path
+        is_changed = is_file and _size(path) is None
     else:
         place, of_folder, was_there = _CHANGES_OF_FILES[event]
         path, folder = args[place], -1 if of_folder is None else args[of_folder]
@@ -346,6 +350,19 @@ def _fork() -> int:
     return pid
 
 
+def _lead_group(pid: int) -> None:
+    """Makes a child lead a group of processes: of itself, and of those that it starts."""
+    with suppress(OSError):  # it has ended
+        os.setpgid(pid, pid)
+
+
+def _kill(pid: int) -> None:
+    """Ends a child, and what it has started that still runs."""
+    for kill in (os.killpg, os.kill):
+        with suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+
+
 def _stop_following() -> None:
     """In a child: ends what debuggers, profilers and measures of coverage hear."""
     sys.settrace(None)
@@ -397,11 +414,15 @@ def _prepare(state: Any, threads: int, cards: int | None) -> None:
     import fcntl  # Windows has neither, and no fork
     import resource
 
+    _lead_group(0)
+    _open_files_anew()
     random.setstate(state)  # Python gives each child another
     for one in signal.valid_signals():
         if callable(signal.getsignal(one)):
             signal.signal(one, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent ends its child
+    # Of a terminal: the parent ends its child, which is in the background there.
+    for one in (signal.SIGINT, signal.SIGTTIN, signal.SIGTTOU):
+        signal.signal(one, signal.SIG_IGN)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")  # the system ends this one first where memory is short
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -422,8 +443,28 @@ def _prepare(state: Any, threads: int, cards: int | None) -> None:
     torch.clear_autocast_cache()
 
 
-def _run(function: Callable[[], Any]) -> None:
+def _open_files_anew() -> None:
+    """Gives a child places of its own in files that are open: else its parent's go on as well."""
+    import fcntl
+
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        with suppress(OSError):  # the descriptor of the list is closed by now, or it may not
+            if not stat.S_ISREG(os.fstat(number).st_mode):
+                continue
+            place, heirs = os.lseek(number, 0, os.SEEK_CUR), os.get_inheritable(number)
+            kept = os.O_ACCMODE | os.O_APPEND | os.O_DIRECT
+            flags = fcntl.fcntl(number, fcntl.F_GETFL) & kept
+            again = os.open(f"/proc/self/fd/{number}", flags)
+            os.lseek(again, place, os.SEEK_SET)
+            os.dup2(again, number, heirs)
+            os.close(again)
+
+
+def _run(function: Callable[[], Any], state: Any, threads: int, cards: int | None) -> None:
     try:
+        _find()
+        _prepare(state, threads, cards)
         # A step that runs ahead may itself predict.
         with warnings.catch_warnings(record=True) as caught, _disable_current_modes():
             result = function()

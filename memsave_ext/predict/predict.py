@@ -134,9 +134,9 @@ def predict(
     Nothing is allocated and nothing computed: ``build`` and its steps run on fake tensors, which
     have sizes but no memory, in a child process made by ``fork``. Nothing of this process is
     touched: neither the model, its gradients and states, nor random numbers, caches or hooks.
-    Effects outside of memory happen, such as messages to other processes; :func:`is_dry_run` tells
-    a model of them. What recomputes, steps in backward or keeps its states in eight bits
-    does so in the prediction, too::
+    Effects outside of its memory happen, such as messages to other processes and writes to memory
+    that is shared with them; :func:`is_dry_run` tells a model of them. What recomputes, steps in
+    backward or keeps its states in eight bits does so in the prediction, too::
 
         def build():
             model = Transformer(config)

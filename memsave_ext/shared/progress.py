@@ -7,6 +7,8 @@ import sys
 from types import TracebackType
 from typing import Any
 
+from .checks import check_bool
+
 
 class Progress:
     """What a ``with`` block has done of its work; gone from the terminal when the block is left.
@@ -18,6 +20,7 @@ class Progress:
     """
 
     def __init__(self, name: str, total: int, shown: bool | None = None) -> None:
+        check_bool(f"{name}: progress", shown, none=True)
         file = sys.stderr
         if shown is None:
             shown = file is not None and file.isatty()

@@ -12,6 +12,7 @@ import resource
 import select
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -287,6 +288,13 @@ def _save(folder):
         lambda folder: os.makedirs(folder / "new"),
         lambda folder: os.symlink(folder / "file", folder / "new"),
         lambda folder: tempfile.mkdtemp(dir=folder),
+        lambda folder: os.chmod(folder / "file", 0o600),
+        lambda folder: os.fchmod(os.open(folder / "file", os.O_RDONLY), 0o600),
+        lambda folder: os.chown(folder / "file", -1, -1),
+        lambda folder: os.utime(folder / "file"),
+        lambda folder: os.setxattr(folder / "file", "user.new", b"1"),
+        lambda folder: os.removexattr(folder / "file", "user.new"),
+        lambda folder: sqlite3.connect(folder / "new"),
     ],
 )
 def test_it_changes_no_files(tmp_path, change):
@@ -315,12 +323,54 @@ def test_what_changes_no_file(tmp_path):
         with tempfile.TemporaryFile(dir=tmp_path) as file:
             os.truncate(file.fileno(), 0)
         torch.save([1], io.BytesIO())
+        for database in (tmp_path / "data", ":memory:", "", f"file:{tmp_path / 'data'}?mode=ro"):
+            sqlite3.connect(database, uri=str(database).startswith("file:")).execute("select 1")
         with child.writing_files():
             (tmp_path / "file").write_text("own")
         return True
 
+    sqlite3.connect(tmp_path / "data").execute("create table numbers(number)")
     assert in_child(work, 10)
     assert (tmp_path / "file").read_text() == "own"
+
+
+def test_places_in_open_files_stay(tmp_path):
+    (tmp_path / "lines").write_text("one\ntwo\nthree\n")
+    with (
+        open(tmp_path / "lines", encoding="ascii") as lines,
+        tempfile.TemporaryFile() as nameless,
+        open(tmp_path / "lines", "ab", buffering=0) as end,
+    ):
+        nameless.write(b"abc")
+        nameless.seek(1)
+        fcntl.flock(end, fcntl.LOCK_EX)
+
+        def work():
+            fcntl.flock(end, fcntl.LOCK_UN)
+            return next(lines), nameless.read(), end.tell()
+
+        assert in_child(work, 10) == ("one\n", b"bc", 14)
+        assert next(lines) == "one\n"
+        assert nameless.read() == b"bc"
+        with open(tmp_path / "lines", "ab") as another, pytest.raises(BlockingIOError):
+            fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_processes_that_it_starts_end_with_it(fails):
+    read, write = os.pipe()
+
+    def work():
+        subprocess.Popen(["sleep", "60"], pass_fds=[write])
+        if fails:
+            os._exit(1)
+
+    with pytest.raises(ChildError) if fails else contextlib.nullcontext():
+        in_child(work, 10)
+    os.close(write)
+    with open(read, "rb") as pipe:
+        assert select.select([pipe], [], [], 10)[0]  # nobody has its other end
+        assert not pipe.read()
 
 
 @pytest.mark.once
@@ -330,6 +380,22 @@ def test_workers_are_told_to_be_left_out():
     )
     with pytest.raises(OSError, match=r"too large: .*a DataLoader need.*is_dry_run\(\)"):
         in_child(lambda: iter(data), 30)
+
+
+@pytest.mark.once
+def test_in_a_process_that_may_open_few_files_more():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = len(os.listdir("/proc/self/fd"))
+    told = set()
+    for free in range(1, 8):
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (taken + free, limits[1]))
+            told.add(in_child(lambda: "well", 10))
+        except OSError as error:
+            told.add(error.strerror)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert told == {"Too many open files", "well"}
 
 
 @pytest.mark.once

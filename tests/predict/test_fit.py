@@ -232,6 +232,24 @@ def test_attributes_that_a_loop_has_given_its_optimizer(technique):
     assert optimizer.later == "while it is fitted"
 
 
+@pytest.mark.parametrize(
+    "technique", ["optimizer in backward", "Adam in backward", "Adam in backward, 8-bit states"]
+)
+def test_gradients_of_an_open_step_are_kept(technique):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(2, 4)
+    model(x).sum().backward()
+    optimizer.step()  # there are states
+    optimizer.zero_grad()
+    model(x).square().sum().backward()
+    before = [p.grad for p in model.parameters()]
+    found = ms.fit(model, optimizer, x, budget="1GB", loss=lambda y: y.sum(), technique=technique)
+    for when in ("applied", "undone"):
+        assert [p.grad for p in model.parameters()] == before, when  # the same objects
+        found.undo()
+
+
 def test_the_cheapest_that_fits_is_applied_and_said(capsys):
     loop = Loop()
     plain = loop.fit("as built").predicted

@@ -328,6 +328,8 @@ def test_arguments():
             ms.memory.fits(lambda: None, 1, timeout=wrong)
         with pytest.raises(error, match="fit: timeout must be"):
             ms.fit(model, None, torch.empty(2, 2), budget=1, timeout=wrong)
+    with pytest.raises(TypeError, match="predict: progress must be True, False or None"):
+        ms.memory.predict(lambda: None, progress="")
     with pytest.raises(TypeError, match="a model needs batch="):
         ms.memory.predict(model)
     with pytest.raises(TypeError, match="returned no loss"):
