@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from libraries import library
 from torch import nn
 
 import memsave_ext as ms
@@ -586,6 +587,7 @@ def test_remat_offload_end_to_end(tmp_path):
 
 
 def test_elsewhere_end_to_end(tmp_path):
+    library("transformers")
     benchmark = importlib.import_module("elsewhere")
     assert benchmark.main(["--quick", "--tokens", "256", "--save", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("elsewhere-*.json")
