@@ -385,16 +385,21 @@ def test_workers_are_told_to_be_left_out():
 @pytest.mark.once
 def test_in_a_process_that_may_open_few_files_more():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = len(os.listdir("/proc/self/fd"))
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    filled = [os.dup(0)]
+    while filled[-1] < highest:  # the limit is one of numbers, of which those in between are free
+        filled.append(os.dup(0))
     told = set()
     for free in range(1, 8):
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (taken + free, limits[1]))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (filled[-1] + 1 + free, limits[1]))
             told.add(in_child(lambda: "well", 10))
         except OSError as error:
             told.add(error.strerror)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for number in filled:
+        os.close(number)
     assert told == {"Too many open files", "well"}
 
 
