@@ -96,7 +96,7 @@ def why_no_cuda() -> str:
         try:
             torch.cuda.init()
         except Exception as error:  # of a driver, in torch's words
-            return str(error).partition("\n")[0]
+            return str(error).partition("\n")[0].partition(". ")[0]
     return "there is none"
 
 

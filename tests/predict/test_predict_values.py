@@ -6,6 +6,7 @@ import pytest
 import torch
 import zoo
 from helpers import on_fakes
+from libraries import library
 from sampling import share
 from steps import assert_near, tracked
 from torch import nn
@@ -30,6 +31,7 @@ STRIDED = {
 
 def masked_step(attention_mask):
     """``attention_mask`` makes what the model is called with beside the tokens."""
+    library("transformers")
 
     def build():
         entry = zoo.ENTRIES["llama"]
@@ -101,6 +103,7 @@ def test_what_is_left_out_without_padding(test, is_padded):
 
 
 def test_no_warning_of_padding_that_only_fake_tokens_have():
+    library("transformers")
     heard = []
 
     class Hears(logging.Handler):

@@ -24,6 +24,7 @@ OTHERWISE = {
     *("nn_functional_batch_norm", "nn_functional_batch_norm_without_cudnn"),
     *("native_dropout_backward", "ormqr", "linalg_householder_product"),
     *("scatter_reduce_amin", "scatter_reduce_amax"),
+    *("diagonal_scatter",) * (torch.__version__ < (2, 12)),
 }
 
 
