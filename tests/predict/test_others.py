@@ -97,6 +97,7 @@ def test_a_list_of_modules_and_tensors_is_wanted(others):
         ms.memory.predict(loop, others=[model])
 
 
+@pytest.mark.skipif(not ms._native.available, reason="remat is what fits")
 @pytest.mark.usefixtures("few_techniques")
 @pytest.mark.parametrize("named", [False, True])
 def test_fit_leaves_room_for_them(named):
@@ -115,8 +116,7 @@ def test_fit_leaves_room_for_them(named):
         assert fitted.technique != "as built"
         assert fitted.predicted <= budget
         assert peak_of([plain, teacher], plain, optimizer, batch, loss) <= budget * 1.001
-    if ms._native.available:
-        assert abs(fitted.measured / fitted.predicted - 1) <= 0.02
+    assert abs(fitted.measured / fitted.predicted - 1) <= 0.02
 
 
 @pytest.mark.skipif(not ms._native.available, reason="budgets of remat")
