@@ -1,3 +1,3 @@
 """The version, in one place: pyproject.toml reads it from here."""
 
-__version__ = "0.4.0.dev0"
+__version__ = "0.4.0"
